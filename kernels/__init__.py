@@ -1,0 +1,15 @@
+"""Floor 0: attention kernels, each with its plain-JAX reference in the same file."""
+
+from rajax.kernels.partial import Partial, finish, merge, no_keys
+from rajax.kernels.partial_attention import partial_attention, partial_attention_reference
+from rajax.kernels.prefill_attention import prefill_attention
+
+__all__ = [
+    "Partial",
+    "finish",
+    "merge",
+    "no_keys",
+    "partial_attention",
+    "partial_attention_reference",
+    "prefill_attention",
+]

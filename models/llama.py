@@ -1,0 +1,171 @@
+"""A Llama in Flax NNX, run in two ways: a layer at a time over a prompt, and whole for one token.
+
+Letters: `B` batch, `T` positions of a block, `S` positions of the prompt, `K` key/value heads, `H` head dim,
+`D` model dim, `F` MLP dim, `V` vocabulary, `L` layers.
+
+Parameters have the names of Hugging Face's Llama; kernels are [in, out], as Flax has them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rajax.models.attention import Attention, HostPath, Rope, StaticZone, Zone
+from rajax.models.config import LlamaConfig
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_new": jax.nn.gelu,
+    "gelu_pytorch_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
+}
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale, with the mean square in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, features: int, epsilon: float):
+        self.epsilon = epsilon
+        self.scale = nnx.Param(jnp.ones((features,)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
+        return y.astype(x.dtype) * self.scale[...]
+
+
+class MLP(nnx.Module):
+    """The gated MLP: down(act(gate(x)) * up(x))."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        def linear(features_in: int, features_out: int) -> nnx.Linear:
+            return nnx.Linear(features_in, features_out, use_bias=config.mlp_bias, rngs=rngs)
+
+        self.activation = config.hidden_act
+        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = linear(config.intermediate_size, config.hidden_size)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def prefill(self, x: jax.Array, rope: Rope, *, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The layer over a whole prompt, `block` positions at a time.
+
+        Args:
+          x: [B, S, D]; S is a multiple of `block`. Positions past a prompt's end may hold anything finite:
+            nothing before them attends to them.
+          rope: the rotary embedding.
+          block: positions per step. Besides x, keys and values every array has this many rows.
+
+        Returns:
+          The output [B, S, D], keys and values [B, K, S, H].
+        """
+        batch, length, width = x.shape
+        starts = jnp.arange(0, length, block)
+        blocks = x.reshape(batch, length // block, block, width).swapaxes(0, 1)
+
+        def keys_values(args):
+            start, x = args
+            positions = jnp.broadcast_to(start + jnp.arange(block), (batch, block))
+            return self.self_attn.keys_values(self.input_layernorm(x), positions, rope)
+
+        keys, values = (
+            a.transpose(1, 2, 0, 3, 4).reshape(batch, a.shape[2], length, a.shape[4])
+            for a in jax.lax.map(keys_values, (starts, blocks))
+        )
+
+        def rest(args):
+            start, x = args
+            x = x + self.self_attn.prefill(self.input_layernorm(x), start, keys, values, rope, block=block)
+            return x + self.mlp(self.post_attention_layernorm(x))
+
+        out = jax.lax.map(rest, (starts, blocks))
+        return out.swapaxes(0, 1).reshape(x.shape), keys, values
+
+    def decode(self, x: jax.Array, *args, **kwargs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The layer over one token per sequence; arguments and results are those of `Attention.decode`."""
+        attended, keys, values = self.self_attn.decode(self.input_layernorm(x), *args, **kwargs)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), keys, values
+
+
+class Llama(nnx.Module):
+    """The model: a pytree of parameters that carries its config (`.config`)."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
+        self.layers = nnx.List([Layer(config, rngs=rngs) for _ in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if not config.tie_word_embeddings:
+            self.lm_head = nnx.Linear(config.hidden_size, config.vocab_size, use_bias=False, rngs=rngs)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """tokens [B, T] int32 -> [B, T, D]."""
+        return self.embed_tokens(tokens)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states [..., D] -> logits [..., V] in float32."""
+        x = self.norm(x)
+        if self.config.tie_word_embeddings:
+            embedding = self.embed_tokens.embedding[...]
+            return jnp.einsum("...d,vd->...v", x, embedding, preferred_element_type=jnp.float32)
+        return jnp.einsum("...d,dv->...v", x, self.lm_head.kernel[...], preferred_element_type=jnp.float32)
+
+    def decode(
+        self,
+        tokens: jax.Array,
+        cache: StaticZone,
+        active: jax.Array,
+        rope: Rope,
+        *,
+        zone: Zone,
+        host: HostPath | None,
+    ) -> tuple[jax.Array, StaticZone]:
+        """One token per sequence.
+
+        Args:
+          tokens: [B] int32.
+          cache: the static zone.
+          active: [B] bool; a sequence that has ended is carried along unchanged.
+          rope: the rotary embedding.
+          zone: the static zone's layout.
+          host: attention over the offloaded keys, or None where nothing leaves the device.
+
+        Returns:
+          Logits [B, V] in float32 for the token after, and the static zone with this one in it.
+        """
+        x = self.embed(tokens[:, None])
+        keys, values = [], []
+        for i, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{i}"):
+                x, k, v = layer.decode(
+                    x,
+                    cache.keys[i],
+                    cache.values[i],
+                    cache.lengths,
+                    active,
+                    rope,
+                    zone=zone,
+                    layer=i,
+                    host=host,
+                )
+            keys.append(k)
+            values.append(v)
+        lengths = cache.lengths + active.astype(jnp.int32)
+        return self.logits(x[:, 0]), StaticZone(tuple(keys), tuple(values), lengths)

@@ -1,0 +1,217 @@
+"""RAJAX's checkpoints: an Orbax tree of parameters beside Hugging Face's own config and tokenizer files.
+
+    CHECKPOINT/
+      params/                 one Orbax checkpoint: {"layers.0.self_attn.q_proj.kernel": array, ...}
+      config.json             Hugging Face's, unchanged, as are the others
+      generation_config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja, ...
+
+Nothing in a checkpoint is code, and nothing is unpickled. A checkpoint is written under another name and
+renamed when it is complete; config.json comes last, so that an interrupted one cannot be loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+from orbax.checkpoint import type_handlers
+
+from rajax.models import ConfigError, Llama, LlamaConfig
+
+PARAMS = "params"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, damaged or not what it says; the message names the file."""
+
+
+class LazyTensor(Protocol):
+    """A parameter that is read when it is written out, so that a model is never whole in memory."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def read(self) -> np.ndarray: ...
+
+
+def load(
+    path: str | os.PathLike[str], *, dtype: Any = None, rope_scaling: Mapping[str, Any] | None = None
+) -> Llama:
+    """Loads a model from a directory that `rajax convert` made.
+
+    Args:
+      path: the checkpoint's directory.
+      dtype: of the parameters and of the computation: "float32", "bfloat16" or "float16". By default that
+        of the checkpoint; on a CPU float32, since matrix-vector products in the others are some twenty
+        times slower there.
+      rope_scaling: replaces the checkpoint's, in Hugging Face's form. For YaRN over four times the model's
+        context: {"rope_type": "yarn", "factor": 4.0}.
+
+    Returns:
+      The parameters: a pytree that carries its static config as `.config`.
+
+    Raises:
+      CheckpointError: the directory or a file in it is missing or damaged.
+      ConfigError: a setting is not supported, `rope_scaling` included.
+      ValueError: a dtype other than those above.
+    """
+    path = Path(path)
+    config = read_config(path)
+    if not (path / PARAMS).is_dir():
+        if list(path.glob("*.safetensors")):
+            raise CheckpointError(f"{path} is a Hugging Face directory; convert it first: rajax convert {path} OUT_DIR")
+        raise CheckpointError(f"{path} has no {PARAMS}/ directory; make the checkpoint with rajax convert")
+    if rope_scaling is not None:
+        config = config.with_rope_scaling(rope_scaling)
+    if dtype is None and jax.default_backend() == "cpu":
+        dtype = "float32"
+    if dtype is not None:
+        dtype = jnp.dtype(dtype)
+        if dtype.name not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; found {dtype.name}")
+
+    graph, state = nnx.split(abstract_model(config))
+    expected = {name: leaf for name, leaf in _named(state)}
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            stored = _stored_shapes(checkpointer, path / PARAMS)
+            _check_names(path, stored, {name: leaf.shape for name, leaf in expected.items()})
+            restore_args = {name: ocp.ArrayRestoreArgs(dtype=dtype, sharding=device) for name in expected}
+            arrays = checkpointer.restore(
+                (path / PARAMS).absolute(), args=ocp.args.PyTreeRestore(restore_args=restore_args)
+            )
+    except CheckpointError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file
+        raise CheckpointError(f"{path / PARAMS} cannot be read; convert the model again. Cause: {error}") from error
+    leaves = [arrays[name] for name, _ in _named(state)]
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
+
+
+def save(
+    path: Path, tensors: Mapping[str, LazyTensor], files: Mapping[str, str], on_tensor: Callable[[str], None]
+) -> None:
+    """Writes a checkpoint, a tensor at a time, and only then gives it its name.
+
+    Args:
+      path: a directory that is empty or does not exist.
+      tensors: by parameter name.
+      files: the contents of the JSON and text files by name, config.json among them.
+      on_tensor: called with the name of each tensor that has been written.
+
+    Raises:
+      FileExistsError: `path` exists and is not an empty directory.
+      Whatever reading a tensor or writing a file raises. Nothing is left behind then.
+    """
+    path = path.absolute()
+    check_free(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir()
+    try:
+        handler = _LazyHandler({id(t): name for name, t in tensors.items()}, on_tensor)
+        registry = type_handlers.create_type_handler_registry(*((kind, handler) for kind in {type(t) for t in tensors.values()}))
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+            checkpointer.save(temporary / PARAMS, args=ocp.args.PyTreeSave(dict(tensors)))
+        for name in sorted(files, key=lambda name: name == "config.json"):
+            (temporary / name).write_text(files[name], encoding="utf-8")
+        os.replace(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def check_free(path: Path) -> None:
+    """Raises FileExistsError unless `path` can become a new checkpoint."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"{path} exists and is not an empty directory; remove it or choose another")
+
+
+def read_config(path: Path) -> LlamaConfig:
+    """The config of a checkpoint or of a Hugging Face directory.
+
+    Raises:
+      CheckpointError: no such directory, no config.json, or one that is no JSON object.
+      ConfigError: a setting that is missing or not supported; the message names the file.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory")
+    config = read_json(path / "config.json")
+    generation = path / "generation_config.json"
+    try:
+        return LlamaConfig.from_hf(config, read_json(generation) if generation.exists() else None)
+    except ConfigError as error:
+        raise ConfigError(f"{path / 'config.json'}: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; CheckpointError where it is missing or is something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+def abstract_model(config: LlamaConfig) -> Llama:
+    """The model with shapes in place of arrays."""
+    return nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
+
+
+def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Every parameter's name and shape."""
+    return {name: leaf.shape for name, leaf in _named(nnx.state(abstract_model(config)))}
+
+
+def _named(state: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of an nnx state in its order, named by their path."""
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        keys = (getattr(k, "key", getattr(k, "name", getattr(k, "idx", None))) for k in path)
+        yield ".".join(str(k) for k in keys if k not in (None, "value", ".value")), leaf
+
+
+def _stored_shapes(checkpointer: ocp.PyTreeCheckpointer, path: Path) -> dict[str, tuple[int, ...]]:
+    metadata = checkpointer.metadata(path.absolute()).item_metadata
+    return {name: tuple(leaf.shape) for name, leaf in dict(metadata).items()}
+
+
+def _check_names(path: Path, stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    for what, names in (("lacks", set(expected) - set(stored)), ("has an extra", set(stored) - set(expected))):
+        if names:
+            raise CheckpointError(f"{path} {what} parameter {min(names)} ({len(names)} in all)")
+    for name, shape in expected.items():
+        if stored[name] != tuple(shape):
+            raise CheckpointError(f"{path}: {name} has shape {stored[name]}, config.json asks for {tuple(shape)}")
+
+
+class _LazyHandler(type_handlers.NumpyHandler):
+    """Orbax's handler of NumPy arrays, fed one tensor at a time."""
+
+    def __init__(self, names: Mapping[int, str], on_tensor: Callable[[str], None]):
+        super().__init__()
+        self.names = names
+        self.on_tensor = on_tensor
+
+    async def serialize(self, values, infos, args=None):
+        for value, info, arg in zip(values, infos, args or [None] * len(values), strict=True):
+            for written in await super().serialize([value.read()], [info], None if arg is None else [arg]):
+                written.result()
+            self.on_tensor(self.names[id(value)])
+        return []

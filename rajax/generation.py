@@ -1,0 +1,349 @@
+"""`generate`, `stream` and `logits`: what users call.
+
+Letters: `B` batch, `T` tokens, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rajax.models import Llama
+from rajax.retrieval import RetrievalConfig
+from rajax.sampling import Sampling, sample
+from rajax.session import OnPrefill, Session, prefill, prefill_logits
+
+DEFAULT_MAX_NEW_TOKENS = 256
+
+Tokens = Sequence[int] | Sequence[Sequence[int]] | np.ndarray | jax.Array
+"""One sequence of token ids, or a batch of sequences of any lengths."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What a generation took.
+
+    Attributes:
+      prefill_s: seconds from the call to the logits of the first token, compilation included.
+      index_s: seconds of those in which only the index build was left to wait for.
+      ttft_s: time to first token: seconds from the call to the first token.
+      decode_s: seconds of all decode steps after the first token.
+      first_step_s: seconds of the first decode step, which compiles when the shapes are new.
+      decode_steps: decode steps.
+      device_kv_bytes: keys and values on the device.
+      host_kv_bytes: keys and values in host memory, at the end.
+      index_bytes: what the indexes hold in host memory besides, at the end.
+      keys_offloaded: offloaded keys, summed over steps, layers and query heads.
+      keys_scanned: those of them that a search looked at (for ScaNN: the share of leaves searched).
+      keys_retrieved: those of them that attention used.
+      recall: mean recall@k against an exact search over the first `RetrievalConfig.recall_steps` steps.
+    """
+
+    prefill_s: float
+    index_s: float
+    ttft_s: float
+    decode_s: float
+    first_step_s: float
+    decode_steps: int
+    device_kv_bytes: int
+    host_kv_bytes: int
+    index_bytes: int
+    keys_offloaded: int
+    keys_scanned: int
+    keys_retrieved: int
+    recall: float | None
+
+    @property
+    def steps_per_s(self) -> float | None:
+        """Decode steps per second without the first one; times the batch size, tokens per second."""
+        if self.decode_steps < 2:
+            return None
+        return (self.decode_steps - 1) / (self.decode_s - self.first_step_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """The answers to a batch of prompts.
+
+    Attributes:
+      tokens: per sequence, the new tokens, a stop token included.
+      finish_reasons: per sequence "stop" (a stop token came) or "length" (max_new_tokens were made).
+      statistics: times, bytes and keys.
+    """
+
+    tokens: list[list[int]]
+    finish_reasons: list[str]
+    statistics: Statistics
+
+
+def generate(
+    params: Llama,
+    tokens: Tokens,
+    *,
+    max_new_tokens: int | None = None,
+    retrieval: RetrievalConfig | None = RetrievalConfig(),  # noqa: B008 - frozen
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    stop: Sequence[int] | None = None,
+    key: int | jax.Array | None = None,
+    on_token: Callable[[int, int], None] | None = None,
+    on_prefill: OnPrefill | None = None,
+) -> Generation:
+    """Continues one or several token sequences.
+
+    Args:
+      params: a model from `rajax.load`.
+      tokens: one sequence of token ids or a batch of them, of any lengths.
+      max_new_tokens: tokens to make per sequence at most. By default 256, or fewer where the model's
+        positions end.
+      retrieval: how offloaded keys are found. None is dense attention: all keys stay on the device.
+      sampling: how a token is chosen; greedy by default.
+      stop: token ids that end a sequence; by default the checkpoint's. () never stops.
+      key: a JAX random key or an integer seed; by default a fresh one. Unused by greedy sampling.
+      on_token: called with (sequence, token) for each token as it is made.
+      on_prefill: called with (layers done, layers in all) during the prefill.
+
+    Returns:
+      A `Generation`.
+
+    Raises:
+      ValueError: an empty prompt, a token id outside the vocabulary, more positions than the model has, or
+        a setting out of range.
+    """
+    run = _run(params, tokens, max_new_tokens, retrieval, sampling, stop, key, on_prefill)
+    while True:
+        try:
+            sequence, token = next(run)
+        except StopIteration as done:
+            return done.value
+        if on_token is not None:
+            on_token(sequence, token)
+
+
+def stream(params: Llama, tokens: Tokens, **settings: Any) -> Generator[int, None, Generation]:
+    """`generate` for one sequence, as an iterator over its tokens.
+
+    Takes the keyword arguments of `generate` except `on_token`. The generator's return value is the
+    `Generation`; closing it early ends the request.
+
+    Raises:
+      ValueError: as `generate`, at the call; also for a batch of more than one sequence.
+    """
+    if len(check_tokens(tokens, params)) != 1:
+        raise ValueError("stream takes one sequence; for a batch use generate with on_token")
+    names = ("max_new_tokens", "retrieval", "sampling", "stop", "key", "on_prefill")
+    if unknown := sorted(set(settings) - set(names)):
+        raise TypeError(f"stream has no argument {unknown[0]!r}; it has {', '.join(names)}")
+    settings = {"retrieval": RetrievalConfig(), "sampling": Sampling(), **settings}
+    run = _run(params, tokens, *(settings.get(name) for name in names))  # type: ignore[arg-type]
+
+    def only_tokens() -> Generator[int, None, Generation]:
+        try:
+            while True:
+                try:
+                    _, token = next(run)
+                except StopIteration as done:
+                    return done.value
+                yield token
+        finally:
+            run.close()
+
+    return only_tokens()
+
+
+def logits(
+    params: Llama,
+    tokens: Tokens,
+    retrieval: RetrievalConfig | None = None,
+    *,
+    decode_from: int | None = None,
+) -> np.ndarray:
+    """The logits after every token of a text, for parity tests and perplexity.
+
+    Args:
+      params: a model from `rajax.load`.
+      tokens: one sequence or a batch of them.
+      retrieval: None computes dense attention.
+      decode_from: positions before this one are run as a prompt, whose attention is exact; the others
+        through decode, one token at a time, as if they had been generated. By default a text without
+        retrieval is all prompt, and one with retrieval is decoded from the end of the static zone on, the
+        first position at which retrieval can matter. That takes a decode step per token.
+
+    Returns:
+      [B, T, V] float32; T is the longest sequence, and rows past a sequence's end are zero.
+
+    Raises:
+      ValueError: as `generate`.
+    """
+    prompts = check_tokens(tokens, params)
+    _check_positions(prompts, 0, params)
+    longest = max(len(p) for p in prompts)
+    if decode_from is None:
+        decode_from = longest if retrieval is None else retrieval.sink_tokens + retrieval.window
+    if decode_from < 1:
+        raise ValueError(f"decode_from must be at least 1, found {decode_from}")
+    out = np.zeros((len(prompts), longest, params.config.vocab_size), np.float32)
+    starts = [p[:decode_from] for p in prompts]
+    with Session(params, [len(s) for s in starts], [len(p) for p in prompts], retrieval) as session:
+        for row, rows in enumerate(prefill_logits(params, starts, [session])):
+            out[row, : len(rows)] = rows
+        session.finish_prefill()
+        for position in range(decode_from, longest):
+            for row, prompt in enumerate(prompts):
+                if len(prompt) <= position:
+                    session.end(row)
+            step = np.asarray(session.step([p[min(position, len(p) - 1)] for p in prompts]))
+            for row, prompt in enumerate(prompts):
+                if position < len(prompt):
+                    out[row, position] = step[row]
+    return out
+
+
+def check_tokens(tokens: Tokens, params: Llama) -> list[np.ndarray]:
+    """The prompts as int32 arrays.
+
+    Raises:
+      ValueError: no prompt, an empty one, or a token id outside the vocabulary.
+      TypeError: something other than integers.
+    """
+    if isinstance(tokens, str) or (len(tokens) and isinstance(tokens[0], str)):
+        raise TypeError("tokens must be token ids, found text; encode it with rajax.load_tokenizer(path).encode")
+    if len(tokens) == 0:
+        raise ValueError("the prompt is empty: give at least one token")
+    sequences = [tokens] if np.ndim(tokens[0]) == 0 else tokens
+    prompts = []
+    for i, sequence in enumerate(sequences):
+        prompt = np.asarray(sequence)
+        if prompt.ndim != 1:
+            raise ValueError(f"sequence {i} must be one-dimensional, found shape {prompt.shape}")
+        if prompt.size == 0:
+            raise ValueError(f"sequence {i} is empty: give at least one token")
+        if not np.issubdtype(prompt.dtype, np.integer):
+            raise TypeError(f"token ids must be integers, found {prompt.dtype} in sequence {i}")
+        vocabulary = params.config.vocab_size
+        outside = np.flatnonzero((prompt < 0) | (prompt >= vocabulary))
+        if outside.size:
+            raise ValueError(
+                f"token id {prompt[outside[0]]} at position {outside[0]} of sequence {i} lies outside the "
+                f"vocabulary of {vocabulary}"
+            )
+        prompts.append(prompt.astype(np.int32))
+    return prompts
+
+
+def _check_positions(prompts: Sequence[np.ndarray], new_tokens: int, params: Llama) -> None:
+    limit = params.config.max_positions
+    for i, prompt in enumerate(prompts):
+        if len(prompt) + new_tokens > limit:
+            needed = f"{len(prompt)} tokens" + (f" and {new_tokens} new ones" if new_tokens else "")
+            raise ValueError(
+                f"sequence {i} has {needed}, past the model's {limit} positions. Shorten it, or load the model "
+                'with rope_scaling={"rope_type": "yarn", "factor": ...}'
+            )
+
+
+def _run(
+    params: Llama,
+    tokens: Tokens,
+    max_new_tokens: int | None,
+    retrieval: RetrievalConfig | None,
+    sampling: Sampling,
+    stop: Sequence[int] | None,
+    key: int | jax.Array | None,
+    on_prefill: OnPrefill | None,
+) -> Generator[tuple[int, int], None, Generation]:
+    """Checks the arguments at once; the generator it returns yields (sequence, token)."""
+    prompts = check_tokens(tokens, params)
+    if max_new_tokens is None:
+        room = params.config.max_positions - max(len(p) for p in prompts)
+        max_new_tokens = max(1, min(DEFAULT_MAX_NEW_TOKENS, room))
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
+    _check_positions(prompts, max_new_tokens, params)
+    if key is None:
+        key = secrets.randbits(31)
+    if isinstance(key, int):
+        key = jax.random.key(key)
+    stops = frozenset(params.config.eos_token_ids if stop is None else stop)
+    return _decode(params, prompts, max_new_tokens, retrieval, sampling, stops, key, on_prefill)
+
+
+def _decode(
+    params: Llama,
+    prompts: Sequence[np.ndarray],
+    max_new_tokens: int,
+    retrieval: RetrievalConfig | None,
+    sampling: Sampling,
+    stops: frozenset[int],
+    key: jax.Array,
+    on_prefill: OnPrefill | None,
+) -> Generator[tuple[int, int], None, Generation]:
+    """The loop over tokens."""
+    batch = len(prompts)
+    answers: list[list[int]] = [[] for _ in prompts]
+    reasons: list[str | None] = [None] * batch
+    seen = _seen(prompts, params.config.vocab_size if sampling.repetition_penalty != 1 else 0)
+
+    start = time.perf_counter()
+    lengths = [len(p) for p in prompts]
+    with Session(params, lengths, [n + max_new_tokens for n in lengths], retrieval) as session:
+        next_logits = prefill(params, prompts, [session], on_prefill).block_until_ready()
+        index_s = session.finish_prefill()
+        prefill_s = time.perf_counter() - start
+        ttft_s = 0.0
+        step_seconds: list[float] = []
+        for step in range(max_new_tokens):
+            begin = time.perf_counter()
+            if step:
+                next_logits = session.step(chosen)  # noqa: F821 - chosen by the step before
+            device_tokens, seen = sample(next_logits, seen, key, np.int32(step), sampling=sampling)
+            chosen = np.asarray(device_tokens)
+            now = time.perf_counter()
+            if step:
+                step_seconds.append(now - begin)
+            else:
+                ttft_s = now - start
+            fresh = [row for row in range(batch) if reasons[row] is None]
+            for row in fresh:
+                token = int(chosen[row])
+                answers[row].append(token)
+                if token in stops:
+                    reasons[row] = "stop"
+                    session.end(row)
+            for row in fresh:
+                yield row, int(chosen[row])
+            if all(reasons):
+                break
+        store = session.store
+        statistics = Statistics(
+            prefill_s=prefill_s,
+            index_s=index_s,
+            ttft_s=ttft_s,
+            decode_s=sum(step_seconds),
+            first_step_s=step_seconds[0] if step_seconds else 0.0,
+            decode_steps=len(step_seconds),
+            device_kv_bytes=session.device_bytes,
+            host_kv_bytes=store.kv_bytes if store else 0,
+            index_bytes=store.index_bytes if store else 0,
+            keys_offloaded=store.counters.offloaded if store else 0,
+            keys_scanned=store.counters.scanned if store else 0,
+            keys_retrieved=store.counters.retrieved if store else 0,
+            recall=store.recall() if store else None,
+        )
+    return Generation(answers, [reason or "length" for reason in reasons], statistics)
+
+
+def _seen(prompts: Sequence[np.ndarray], vocabulary: int) -> jax.Array:
+    """[B, V] bool: the tokens of each prompt; [B, 0] for a vocabulary of 0."""
+    seen = np.zeros((len(prompts), vocabulary), bool)
+    if vocabulary:
+        for row, prompt in zip(seen, prompts, strict=True):
+            row[prompt] = True
+    return jnp.asarray(seen)
+

@@ -1,0 +1,124 @@
+"""Indexes over one key/value head's offloaded keys. NumPy and ScaNN only: nothing here may touch JAX.
+
+Letters: `G` query heads per key/value head, `S` keys, `H` head dim, `R` keys found per query.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+      ids: [G, R] integers, positions among the indexed keys, without duplicates in a row.
+      scores: [G, R] float32, the exact inner products; -inf where fewer than R keys were found.
+      scanned: keys whose score was looked at in any form, per query.
+    """
+
+    ids: np.ndarray
+    scores: np.ndarray
+    scanned: int
+
+
+class Index(Protocol):
+    """The index contract: built once over keys, then searched from any thread."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the index holds besides the keys it was given."""
+        ...
+
+    def search(self, queries: np.ndarray, top_k: int) -> Found:
+        """The keys with the largest inner products with each query.
+
+        Args:
+          queries: [G, H] float32.
+          top_k: keys to find per query; where there are fewer, all are found.
+        """
+        ...
+
+
+class ExactIndex:
+    """A full scan: right by construction, and the fastest for few keys."""
+
+    bytes = 0
+
+    def __init__(self, keys: np.ndarray):
+        self.keys = keys
+
+    def search(self, queries: np.ndarray, top_k: int) -> Found:
+        scores = queries @ self.keys.T
+        return Found(*select_top(scores, top_k), scanned=len(self.keys))
+
+
+class ScannIndex:
+    """ScaNN: a partition tree, an anisotropically quantized scan, and exact rescoring (arXiv 1908.10396)."""
+
+    TRAINING_ITERATIONS = 8
+    DIMENSIONS_PER_BLOCK = 2
+    ANISOTROPIC_THRESHOLD = 0.2  # the value of ScaNN's own guide for inner products
+    REORDER_FACTOR = 2  # quantized candidates rescored exactly, per key wanted
+
+    def __init__(self, keys: np.ndarray, leaves_searched: float):
+        # Imported here: it takes a second and prints, and exact search does without it.
+        from scann import scann_ops_pybind
+
+        count, head_dim = keys.shape
+        leaves = max(1, min(count, 2 * math.isqrt(count)))
+        self.count = count
+        self.leaves_to_search = max(1, round(leaves * leaves_searched))
+        self.leaves = leaves
+        # A float32 copy of the keys for rescoring, four bits per block of dimensions, and the centroids.
+        self.bytes = 4 * count * head_dim + count * head_dim // (2 * self.DIMENSIONS_PER_BLOCK)
+        self.bytes += 4 * leaves * head_dim
+        self._searcher: Any = (
+            scann_ops_pybind.builder(keys, 1, "dot_product")
+            .tree(
+                num_leaves=leaves,
+                num_leaves_to_search=self.leaves_to_search,
+                training_iterations=self.TRAINING_ITERATIONS,
+                quantize_centroids=False,
+            )
+            .score_ah(
+                self.DIMENSIONS_PER_BLOCK, anisotropic_quantization_threshold=self.ANISOTROPIC_THRESHOLD
+            )
+            .reorder(self.REORDER_FACTOR)
+            .build()
+        )
+
+    def search(self, queries: np.ndarray, top_k: int) -> Found:
+        top_k = min(top_k, self.count)
+        leaves = self.leaves if top_k == self.count else self.leaves_to_search
+        ids, scores = self._searcher.search_batched(
+            queries,
+            final_num_neighbors=top_k,
+            pre_reorder_num_neighbors=min(self.count, top_k * self.REORDER_FACTOR),
+            leaves_to_search=leaves,
+        )
+        # Where the leaves held too few keys ScaNN fills up with id 0 and score NaN.
+        scores = np.where(np.isnan(scores), np.float32(-np.inf), scores)
+        return Found(ids, scores, scanned=self.count * leaves // self.leaves)
+
+
+def select_top(scores: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The columns of the `top_k` largest scores in each row of [G, S], in no order, and their scores."""
+    if top_k >= scores.shape[1]:
+        return np.broadcast_to(np.arange(scores.shape[1]), scores.shape), scores
+    ids = np.argpartition(scores, scores.shape[1] - top_k, axis=1)[:, -top_k:]
+    return ids, np.take_along_axis(scores, ids, axis=1)
+
+
+INDEXES = {
+    "exact": lambda keys, config: ExactIndex(keys),
+    "scann": lambda keys, config: (
+        ExactIndex(keys) if len(keys) < config.exact_below else ScannIndex(keys, config.leaves_searched)
+    ),
+}
+"""The one registry of index kinds: name -> function of keys [S, H] float32 and RetrievalConfig."""

@@ -1,0 +1,52 @@
+"""The settings of retrieval attention, in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rajax.index import INDEXES
+
+
+@dataclasses.dataclass(frozen=True)
+class RetrievalConfig:
+    """How decode finds the keys that matter. The defaults suit 8K to 128K tokens.
+
+    Attributes:
+      index: the kind of index over the offloaded keys: "scann", or "exact", a scan of all of them.
+      top_k: offloaded keys that each query head attends to. RetrievalAttention (arXiv 2409.10516, section
+        4.1) takes 100; 256 halves the divergence from dense attention and costs little beside the search
+        (`benchmarks/search.py` prints both).
+      sink_tokens: first tokens that stay on the device; 128 as in RetrievalAttention, section 4.1.
+      window: newest tokens that stay on the device; 512 as in RetrievalAttention, section 4.1.
+      leaves_searched: share of ScaNN's partitions that a query searches, above 0 and at most 1. At 0.18 the
+        quantized scan still costs less than the rest of a step, and recall@100 is 0.93 to 1.0 on the
+        hardest heads of SmolLM2 (`benchmarks/search.py`).
+      exact_below: fewer offloaded keys than this are scanned exactly, which is as fast there as ScaNN
+        (`benchmarks/search.py`).
+      recall_steps: the first this many decode steps are compared with an exact search after the answer is
+        complete, off the clock; 0 measures nothing.
+    """
+
+    index: str = "scann"
+    top_k: int = 256
+    sink_tokens: int = 128
+    window: int = 512
+    leaves_searched: float = 0.18
+    exact_below: int = 2048
+    recall_steps: int = 0
+
+    def __post_init__(self):
+        if self.index not in INDEXES:
+            raise ValueError(f"index must be one of {', '.join(sorted(INDEXES))}; found {self.index!r}")
+        for name, least in (
+            ("top_k", 1),
+            ("sink_tokens", 0),
+            ("window", 1),
+            ("exact_below", 0),
+            ("recall_steps", 0),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, found {value!r}")
+        if isinstance(self.leaves_searched, bool) or not 0 < self.leaves_searched <= 1:
+            raise ValueError(f"leaves_searched must be above 0 and at most 1, found {self.leaves_searched!r}")

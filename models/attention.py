@@ -60,8 +60,14 @@ class Zone:
         return jnp.where(slots < self.sinks, slots, newest)
 
     def log_weights(self, lengths: jax.Array) -> jax.Array:
-        """[B, S] float32 after lengths [B] tokens: 0 where a slot holds a key, -inf where it does not."""
-        return jnp.where(jnp.arange(self.size) < lengths[:, None], 0.0, -jnp.inf)
+        """[B, S] float32: 0 where a slot holds a key that the next token sees, -inf where it does not.
+
+        After lengths [B] tokens that is every slot filled so far, except the one that the token will take:
+        the key in it leaves the zone.
+        """
+        slots = jnp.arange(self.size)
+        seen = (slots < lengths[:, None]) & (slots != self.slot(lengths)[:, None])
+        return jnp.where(seen, 0.0, -jnp.inf)
 
     def offloaded(self, length: int) -> int:
         """How many of the first `length` positions have left the zone; they begin at position `sinks`."""
@@ -82,6 +88,33 @@ class StaticZone:
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     lengths: jax.Array
+
+    def append(self, zone: Zone, new: NewToken, active: jax.Array) -> StaticZone:
+        """The zone with one more token of each active sequence in it.
+
+        It is a program of its own: XLA copies a whole cache that one program both reads and writes, but
+        writes a donated one in place.
+        """
+        # An ended sequence writes to a slot past the last, which JAX drops.
+        slot = jnp.where(active, zone.slot(self.lengths), zone.size)
+        rows = jnp.arange(len(slot))
+
+        def put(cache: tuple[jax.Array, ...], token: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            return tuple(
+                a.at[rows, :, slot].set(t.astype(a.dtype), mode="drop") for a, t in zip(cache, token, strict=True)
+            )
+
+        lengths = self.lengths + active.astype(jnp.int32)
+        return StaticZone(put(self.keys, new.keys), put(self.values, new.values), lengths)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NewToken:
+    """The keys and values that one token per sequence adds, per layer [B, K, H]."""
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
 
 
 class HostPath(Protocol):
@@ -182,46 +215,48 @@ class Attention(nnx.Module):
 
         Args:
           x: [B, 1, D], normalized.
-          keys: [B, K, S, H], the static zone's keys.
+          keys: [B, K, S, H], the static zone's keys, without the new token's.
           values: [B, K, S, H].
           lengths: [B] int32, tokens before this one.
-          active: [B] bool; a sequence that has ended computes garbage and changes nothing.
+          active: [B] bool; a sequence that has ended computes garbage.
           rope: the rotary embedding.
           zone: the static zone's layout.
           layer: the layer's number, for the host path.
           host: attention over the offloaded keys, or None where nothing leaves the device.
 
         Returns:
-          The output [B, 1, D], and the static zone's keys and values with the new token in them.
+          The output [B, 1, D], and the new token's key and value, each [B, K, H].
         """
         positions = lengths[:, None]
         q = self.queries(x, positions, rope)[:, :, :, 0]
         new_key, new_value = (a[:, :, 0] for a in self.keys_values(x, positions, rope))
-
-        # An ended sequence writes to a slot past the last, which JAX drops.
-        slot = jnp.where(active, zone.slot(lengths), zone.size)
-        rows = jnp.arange(x.shape[0])
         ticket = None
         if host is not None:
-            here = jnp.minimum(slot, zone.size - 1)
+            rows, leaving = jnp.arange(len(lengths)), zone.slot(lengths)
             ticket = host.submit(
                 layer,
                 q.astype(jnp.float32),
-                keys[rows, :, here],
-                values[rows, :, here],
+                keys[rows, :, leaving],
+                values[rows, :, leaving],
                 jnp.where(active, lengths, -1),
             )
-            # The kernel and the write below need the ticket, so that the host starts before they do.
-            q, keys, values, ticket = jax.lax.optimization_barrier((q, keys, values, ticket))
-        keys = keys.at[rows, :, slot].set(new_key, mode="drop")
-        values = values.at[rows, :, slot].set(new_value, mode="drop")
+            # The kernel needs the ticket, so that the host starts before it does.
+            q, ticket = jax.lax.optimization_barrier((q, ticket))
 
         with jax.named_scope("static_zone"):
-            weights = zone.log_weights(lengths + 1)
+            weights = zone.log_weights(lengths)
             weights = jnp.broadcast_to(weights[:, None], keys.shape[:3])
-            part = partial_attention(q, keys, values, weights)
+            static = partial_attention(q, keys, values, weights)
+        parts = [static, _own(q, new_key, new_value)]
         if host is not None:
             assert ticket is not None
-            part = merge(part, host.collect(layer, ticket, after=part.max))
-        out = finish(part).reshape(x.shape[0], 1, -1).astype(x.dtype)
-        return self.o_proj(out), keys, values
+            parts.append(host.collect(layer, ticket, after=static.max))
+        out = finish(merge(*parts)).reshape(len(x), 1, -1).astype(x.dtype)
+        return self.o_proj(out), new_key, new_value
+
+
+def _own(q: jax.Array, key: jax.Array, value: jax.Array) -> Partial:
+    """The partial of a token's queries [B, K, G, H] over its own key and value [B, K, H]."""
+    score = jnp.einsum("bkgh,bkh->bkg", q, key, preferred_element_type=jnp.float32)
+    numerator = jnp.broadcast_to(value[:, :, None].astype(jnp.float32), q.shape)
+    return Partial(numerator, jnp.ones_like(score), score)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from rajax.models.attention import Attention, HostPath, Rope, StaticZone, Zone
+from rajax.models.attention import Attention, HostPath, NewToken, Rope, StaticZone, Zone
 from rajax.models.config import LlamaConfig
 
 ACTIVATIONS = {
@@ -99,9 +99,9 @@ class Layer(nnx.Module):
 
     def decode(self, x: jax.Array, *args, **kwargs) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The layer over one token per sequence; arguments and results are those of `Attention.decode`."""
-        attended, keys, values = self.self_attn.decode(self.input_layernorm(x), *args, **kwargs)
+        attended, key, value = self.self_attn.decode(self.input_layernorm(x), *args, **kwargs)
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), keys, values
+        return x + self.mlp(self.post_attention_layernorm(x)), key, value
 
 
 class Llama(nnx.Module):
@@ -136,25 +136,25 @@ class Llama(nnx.Module):
         *,
         zone: Zone,
         host: HostPath | None,
-    ) -> tuple[jax.Array, StaticZone]:
+    ) -> tuple[jax.Array, NewToken]:
         """One token per sequence.
 
         Args:
           tokens: [B] int32.
           cache: the static zone.
-          active: [B] bool; a sequence that has ended is carried along unchanged.
+          active: [B] bool; what comes out for a sequence that has ended is garbage.
           rope: the rotary embedding.
           zone: the static zone's layout.
           host: attention over the offloaded keys, or None where nothing leaves the device.
 
         Returns:
-          Logits [B, V] in float32 for the token after, and the static zone with this one in it.
+          Logits [B, V] in float32 for the token after, and what `StaticZone.append` needs.
         """
         x = self.embed(tokens[:, None])
         keys, values = [], []
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
-                x, k, v = layer.decode(
+                x, key, value = layer.decode(
                     x,
                     cache.keys[i],
                     cache.values[i],
@@ -165,7 +165,6 @@ class Llama(nnx.Module):
                     layer=i,
                     host=host,
                 )
-            keys.append(k)
-            values.append(v)
-        lengths = cache.lengths + active.astype(jnp.int32)
-        return self.logits(x[:, 0]), StaticZone(tuple(keys), tuple(values), lengths)
+            keys.append(key)
+            values.append(value)
+        return self.logits(x[:, 0]), NewToken(tuple(keys), tuple(values))

@@ -123,7 +123,10 @@ def save(
     temporary.mkdir()
     try:
         handler = _LazyHandler({id(t): name for name, t in tensors.items()}, on_tensor)
-        registry = type_handlers.create_type_handler_registry(*((kind, handler) for kind in {type(t) for t in tensors.values()}))
+        kinds = {type(tensor) for tensor in tensors.values()}
+        registry = type_handlers.create_type_handler_registry(
+            *((kind, handler) for kind in kinds), (jax.Array, type_handlers.ArrayHandler())
+        )
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
             checkpointer.save(temporary / PARAMS, args=ocp.args.PyTreeSave(dict(tensors)))
         for name in sorted(files, key=lambda name: name == "config.json"):

@@ -5,8 +5,13 @@ Letters: `G` query heads per key/value head, `S` keys, `H` head dim, `R` keys fo
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
+import importlib
 import math
+import re
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,15 +66,14 @@ class ExactIndex:
 class ScannIndex:
     """ScaNN: a partition tree, an anisotropically quantized scan, and exact rescoring (arXiv 1908.10396)."""
 
+    # Measured on real queries and keys by benchmarks/search.py. ScaNN's guide proposes anisotropic
+    # quantization for inner products; attention's keys are found better without, and built faster.
     TRAINING_ITERATIONS = 8
+    TRAINING_SAMPLE = 2000
     DIMENSIONS_PER_BLOCK = 2
-    ANISOTROPIC_THRESHOLD = 0.2  # the value of ScaNN's own guide for inner products
-    REORDER_FACTOR = 2  # quantized candidates rescored exactly, per key wanted
+    REORDER_FACTOR = 4  # quantized candidates rescored exactly, per key wanted
 
     def __init__(self, keys: np.ndarray, leaves_searched: float):
-        # Imported here: it takes a second and prints, and exact search does without it.
-        from scann import scann_ops_pybind
-
         count, head_dim = keys.shape
         leaves = max(1, min(count, 2 * math.isqrt(count)))
         self.count = count
@@ -79,16 +83,14 @@ class ScannIndex:
         self.bytes = 4 * count * head_dim + count * head_dim // (2 * self.DIMENSIONS_PER_BLOCK)
         self.bytes += 4 * leaves * head_dim
         self._searcher: Any = (
-            scann_ops_pybind.builder(keys, 1, "dot_product")
+            _scann().builder(keys, 1, "dot_product")
             .tree(
                 num_leaves=leaves,
                 num_leaves_to_search=self.leaves_to_search,
                 training_iterations=self.TRAINING_ITERATIONS,
                 quantize_centroids=False,
             )
-            .score_ah(
-                self.DIMENSIONS_PER_BLOCK, anisotropic_quantization_threshold=self.ANISOTROPIC_THRESHOLD
-            )
+            .score_ah(self.DIMENSIONS_PER_BLOCK, training_sample_size=self.TRAINING_SAMPLE)
             .reorder(self.REORDER_FACTOR)
             .build()
         )
@@ -105,6 +107,21 @@ class ScannIndex:
         # Where the leaves held too few keys ScaNN fills up with id 0 and score NaN.
         scores = np.where(np.isnan(scores), np.float32(-np.inf), scores)
         return Found(ids, scores, scanned=self.count * leaves // self.leaves)
+
+
+@functools.cache
+def _scann() -> Any:
+    """ScaNN's builder module, imported late: it takes a second, and exact search does without it.
+
+    ScaNN reports every build on stderr and has no setting for that. Its own copy of Abseil has: errors only.
+    """
+    module = importlib.import_module("scann.scann_ops.py.scann_ops_pybind")
+    library = Path(importlib.import_module("scann.scann_ops.cc.python.scann_pybind").__file__ or "")
+    setter = re.search(rb"_ZN4absl\w*?14SetMinLogLevelENS0_18LogSeverityAtLeastE", library.read_bytes())
+    if setter:
+        errors_only = 2
+        getattr(ctypes.CDLL(str(library)), setter.group().decode())(errors_only)
+    return module
 
 
 def select_top(scores: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:

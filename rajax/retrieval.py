@@ -9,7 +9,7 @@ from rajax.index import INDEXES
 
 @dataclasses.dataclass(frozen=True)
 class RetrievalConfig:
-    """How decode finds the keys that matter. The defaults suit 8K to 128K tokens.
+    """How decode finds the keys that matter. Each default has its source.
 
     Attributes:
       index: the kind of index over the offloaded keys: "scann", or "exact", a scan of all of them.
@@ -18,9 +18,9 @@ class RetrievalConfig:
         (`benchmarks/search.py` prints both).
       sink_tokens: first tokens that stay on the device; 128 as in RetrievalAttention, section 4.1.
       window: newest tokens that stay on the device; 512 as in RetrievalAttention, section 4.1.
-      leaves_searched: share of ScaNN's partitions that a query searches, above 0 and at most 1. At 0.18 the
-        quantized scan still costs less than the rest of a step, and recall@100 is 0.93 to 1.0 on the
-        hardest heads of SmolLM2 (`benchmarks/search.py`).
+      leaves_searched: share of ScaNN's partitions that a query searches, above 0 and at most 1. The quantized
+        scan is a small part of a search, so that half of them cost little more than a tenth and find 99
+        of the best 100 keys where a tenth finds 76 (`benchmarks/search.py`).
       exact_below: fewer offloaded keys than this are scanned exactly, which is as fast there as ScaNN
         (`benchmarks/search.py`).
       recall_steps: the first this many decode steps are compared with an exact search after the answer is
@@ -31,8 +31,8 @@ class RetrievalConfig:
     top_k: int = 256
     sink_tokens: int = 128
     window: int = 512
-    leaves_searched: float = 0.18
-    exact_below: int = 2048
+    leaves_searched: float = 0.5
+    exact_below: int = 4096
     recall_steps: int = 0
 
     def __post_init__(self):

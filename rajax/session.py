@@ -112,7 +112,10 @@ class Session:
             parts, self._parts[layer] = self._parts[layer], []
             keys.append(jnp.concatenate([k for k, _ in parts]))
             values.append(jnp.concatenate([v for _, v in parts]))
-        self._cache = StaticZone(tuple(keys), tuple(values), jnp.asarray(self.lengths, jnp.int32))
+        cache = StaticZone(tuple(keys), tuple(values), jnp.asarray(self.lengths, jnp.int32))
+        # As a step returns it: an array that is not bound to its device would compile the step twice.
+        (device,) = self._leaves[0].devices()
+        self._cache = jax.device_put(cache, device)
         start = time.perf_counter()
         if self.store is not None:
             self.store.wait_built()
@@ -130,7 +133,7 @@ class Session:
         """
         assert self._cache is not None, "prefill comes before step"
         handle = np.int32(0 if self.store is None else self.store.handle)
-        logits, self._cache = _decode_step(
+        logits, new = _decode_step(
             self._static,
             self._leaves,
             self._cache,
@@ -141,6 +144,7 @@ class Session:
             zone=self.zone,
             offload=self.store is not None,
         )
+        self._cache = _append(self._cache, new, self._active, zone=self.zone)
         if self.store is not None:
             logits.block_until_ready()
             self.store.raise_failure()
@@ -238,10 +242,15 @@ def _logits(static, leaves, x):
     return _join(static, leaves).logits(x)
 
 
-@functools.partial(jax.jit, static_argnames=("static", "zone", "offload"), donate_argnames=("cache",))
+@functools.partial(jax.jit, static_argnames=("static", "zone", "offload"))
 def _decode_step(static, leaves, cache, tokens, active, rope, handle, *, zone, offload):
     host = CallbackHostPath(handle) if offload else None
     return _join(static, leaves).decode(tokens, cache, active, rope, zone=zone, host=host)
+
+
+@functools.partial(jax.jit, static_argnames=("zone",), donate_argnames=("cache",))
+def _append(cache, new, active, *, zone):
+    return cache.append(zone, new, active)
 
 
 @functools.partial(jax.jit, static_argnames=("zone",))

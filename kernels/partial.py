@@ -65,4 +65,4 @@ def merge(*parts: Partial) -> Partial:
 def finish(part: Partial) -> jax.Array:
     """The attention output [B, K, G, H] in float32; zeros where there were no keys."""
     empty = part.denominator == 0
-    return part.numerator / jnp.where(empty, 1.0, part.denominator)[..., None]
+    return jnp.asarray(part.numerator) / jnp.where(empty, 1.0, part.denominator)[..., None]

@@ -18,7 +18,6 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
 from rajax.kernels import Partial, finish, merge, partial_attention, prefill_attention
 from rajax.models.config import LlamaConfig
 from rajax.models.rope import rotate
@@ -101,7 +100,8 @@ class StaticZone:
 
         def put(cache: tuple[jax.Array, ...], token: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             return tuple(
-                a.at[rows, :, slot].set(t.astype(a.dtype), mode="drop") for a, t in zip(cache, token, strict=True)
+                a.at[rows, :, slot].set(t.astype(a.dtype), mode="drop")
+                for a, t in zip(cache, token, strict=True)
             )
 
         lengths = self.lengths + active.astype(jnp.int32)
@@ -173,7 +173,9 @@ class Attention(nnx.Module):
     def keys_values(self, x: jax.Array, positions: jax.Array, rope: Rope) -> tuple[jax.Array, jax.Array]:
         """x [B, T, D] -> rotated keys and values, each [B, K, T, H]."""
         c = self.config
-        k, v = (p(x).reshape(*x.shape[:2], c.num_key_value_heads, c.head_dim) for p in (self.k_proj, self.v_proj))
+        k, v = (
+            p(x).reshape(*x.shape[:2], c.num_key_value_heads, c.head_dim) for p in (self.k_proj, self.v_proj)
+        )
         k = rotate(k, positions, rope.inverse_frequencies, rope.factor)
         return k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
@@ -250,7 +252,7 @@ class Attention(nnx.Module):
         parts = [static, _own(q, new_key, new_value)]
         if host is not None:
             assert ticket is not None
-            parts.append(host.collect(layer, ticket, after=static.max))
+            parts.append(host.collect(layer, ticket, after=jnp.asarray(static.max)))
         out = finish(merge(*parts)).reshape(len(x), 1, -1).astype(x.dtype)
         return self.o_proj(out), new_key, new_value
 

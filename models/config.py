@@ -73,7 +73,9 @@ class LlamaConfig:
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, found {self.head_dim}")
         if self.hidden_act not in ACTIVATIONS:
-            raise ConfigError(f"hidden_act {self.hidden_act!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+            raise ConfigError(
+                f"hidden_act {self.hidden_act!r} is not supported; known: {', '.join(ACTIVATIONS)}"
+            )
         for token in self.eos_token_ids:
             if not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise ConfigError(f"eos_token_id {token!r} lies outside the vocabulary of {self.vocab_size}")
@@ -83,7 +85,9 @@ class LlamaConfig:
             raise ConfigError(f"rope_scaling: {error}") from error
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> LlamaConfig:
+    def from_hf(
+        cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
+    ) -> LlamaConfig:
         """Reads the contents of config.json, in the form of transformers 4 or 5.
 
         Args:
@@ -98,7 +102,9 @@ class LlamaConfig:
             raise ConfigError(f'model_type must be "llama", found {model_type!r}')
         for name in ("quantization_config", "compression_config"):
             if config.get(name):
-                raise ConfigError(f"{name}: quantized weights are not supported; convert from f32, f16 or bf16")
+                raise ConfigError(
+                    f"{name}: quantized weights are not supported; convert from f32, f16 or bf16"
+                )
 
         def required(name: str) -> Any:
             if config.get(name) is None:

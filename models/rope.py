@@ -52,7 +52,9 @@ class RopeConfig:
         """
         scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if not isinstance(scaling, Mapping):
-            raise ValueError(f'expected an object such as {{"rope_type": "yarn", "factor": 4.0}}, found {scaling!r}')
+            raise ValueError(
+                f'expected an object such as {{"rope_type": "yarn", "factor": 4.0}}, found {scaling!r}'
+            )
         positions = config.get("max_position_embeddings", 2048)
         values = {k: v for k, v in scaling.items() if k not in ("type", "rope_type") and v is not None}
         values["rope_type"] = scaling.get("rope_type", scaling.get("type", "default"))
@@ -85,9 +87,9 @@ class RopeConfig:
         for name in VARIANTS[self.rope_type].needs:
             if getattr(self, name) is None:
                 raise ValueError(f"rope_type {self.rope_type!r} needs {name}")
-        if self.rope_type == "yarn" and self.factor is None:
-            if self.original_max_position_embeddings >= self.max_position_embeddings:
-                raise ValueError("rope_type 'yarn' needs factor")
+        room_given = self.original_max_position_embeddings < self.max_position_embeddings
+        if self.rope_type == "yarn" and self.factor is None and not room_given:
+            raise ValueError("rope_type 'yarn' needs factor")
         if self.rope_type == "llama3" and not (self.low_freq_factor or 0) < (self.high_freq_factor or 0):
             raise ValueError(
                 f"low_freq_factor ({self.low_freq_factor}) must be below high_freq_factor ({self.high_freq_factor})"
@@ -103,8 +105,13 @@ class RopeConfig:
         for name in ("short_factor", "long_factor"):
             factors = getattr(self, name)
             if factors is not None and len(factors) != head_dim // 2:
-                raise ValueError(f"{name} must have head_dim / 2 = {head_dim // 2} numbers, found {len(factors)}")
-        if self.partial_rotary_factor not in (None, 1.0) and self.rope_type not in ("default", "proportional"):
+                raise ValueError(
+                    f"{name} must have head_dim / 2 = {head_dim // 2} numbers, found {len(factors)}"
+                )
+        if self.partial_rotary_factor not in (None, 1.0) and self.rope_type not in (
+            "default",
+            "proportional",
+        ):
             raise ValueError(
                 f"partial_rotary_factor {self.partial_rotary_factor} is not supported by rope_type {self.rope_type!r}"
             )
@@ -124,7 +131,9 @@ class RopeConfig:
         return inverse.astype(np.float32), float(factor)
 
 
-def rotate(x: jax.Array, positions: jax.Array, inverse_frequencies: jax.Array, factor: jax.Array) -> jax.Array:
+def rotate(
+    x: jax.Array, positions: jax.Array, inverse_frequencies: jax.Array, factor: jax.Array
+) -> jax.Array:
     """Rotates x by its positions, in the half-split layout of Hugging Face's Llama.
 
     Args:
@@ -222,7 +231,9 @@ def _longrope(rope: RopeConfig, dim: int, length: int) -> tuple[np.ndarray, floa
 
 def _llama3(rope: RopeConfig, dim: int, length: int) -> tuple[np.ndarray, float]:
     """Llama 3.1: long wavelengths are interpolated, short ones stay, with a ramp between."""
-    assert rope.factor is not None and rope.low_freq_factor is not None and rope.high_freq_factor is not None
+    assert rope.factor is not None
+    assert rope.low_freq_factor is not None
+    assert rope.high_freq_factor is not None
     inverse = 1.0 / _powers(rope.rope_theta, dim)
     turns = rope.original_max_position_embeddings * inverse / np.float32(2 * math.pi)
     ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

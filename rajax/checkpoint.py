@@ -38,8 +38,11 @@ class CheckpointError(ValueError):
 class LazyTensor(Protocol):
     """A parameter that is read when it is written out, so that a model is never whole in memory."""
 
-    shape: tuple[int, ...]
-    dtype: np.dtype
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
 
     def read(self) -> np.ndarray: ...
 
@@ -69,7 +72,9 @@ def load(
     config = read_config(path)
     if not (path / PARAMS).is_dir():
         if list(path.glob("*.safetensors")):
-            raise CheckpointError(f"{path} is a Hugging Face directory; convert it first: rajax convert {path} OUT_DIR")
+            raise CheckpointError(
+                f"{path} is a Hugging Face directory; convert it first: rajax convert {path} OUT_DIR"
+            )
         raise CheckpointError(f"{path} has no {PARAMS}/ directory; make the checkpoint with rajax convert")
     if rope_scaling is not None:
         config = config.with_rope_scaling(rope_scaling)
@@ -94,7 +99,9 @@ def load(
     except CheckpointError:
         raise
     except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file
-        raise CheckpointError(f"{path / PARAMS} cannot be read; convert the model again. Cause: {error}") from error
+        raise CheckpointError(
+            f"{path / PARAMS} cannot be read; convert the model again. Cause: {error}"
+        ) from error
     leaves = [arrays[name] for name, _ in _named(state)]
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
 
@@ -195,13 +202,20 @@ def _stored_shapes(checkpointer: ocp.PyTreeCheckpointer, path: Path) -> dict[str
     return {name: tuple(leaf.shape) for name, leaf in dict(metadata).items()}
 
 
-def _check_names(path: Path, stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
-    for what, names in (("lacks", set(expected) - set(stored)), ("has an extra", set(stored) - set(expected))):
+def _check_names(
+    path: Path, stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    for what, names in (
+        ("lacks", set(expected) - set(stored)),
+        ("has an extra", set(stored) - set(expected)),
+    ):
         if names:
             raise CheckpointError(f"{path} {what} parameter {min(names)} ({len(names)} in all)")
     for name, shape in expected.items():
         if stored[name] != tuple(shape):
-            raise CheckpointError(f"{path}: {name} has shape {stored[name]}, config.json asks for {tuple(shape)}")
+            raise CheckpointError(
+                f"{path}: {name} has shape {stored[name]}, config.json asks for {tuple(shape)}"
+            )
 
 
 class _LazyHandler(type_handlers.NumpyHandler):

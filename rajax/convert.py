@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401 - NumPy learns bfloat16 from it, which safetensors needs
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -118,7 +118,9 @@ def find_tensors(hf_dir: Path, config: LlamaConfig) -> dict[str, SafeTensor]:
                 _check_tied(hf_dir, tensor)
                 continue
             if path not in expected:
-                raise CheckpointError(f"{shard}: extra tensor {tensor.name}, which config.json does not ask for")
+                raise CheckpointError(
+                    f"{shard}: extra tensor {tensor.name}, which config.json does not ask for"
+                )
             if path in found:
                 raise CheckpointError(f"{shard}: {tensor.name} is also in {found[path].file}")
             shape = tensor.shape[::-1] if transposed else tensor.shape
@@ -155,7 +157,9 @@ def _shards(hf_dir: Path) -> list[Path]:
     if single.exists():
         return [single]
     if list(hf_dir.glob("*.bin")):
-        raise CheckpointError(f"{hf_dir} has only pickled weights (*.bin); save the model as safetensors first")
+        raise CheckpointError(
+            f"{hf_dir} has only pickled weights (*.bin); save the model as safetensors first"
+        )
     raise CheckpointError(f"{hf_dir} has neither model.safetensors nor model.safetensors.index.json")
 
 

@@ -213,7 +213,9 @@ def check_tokens(tokens: Tokens, params: Llama) -> list[np.ndarray]:
       TypeError: something other than integers.
     """
     if isinstance(tokens, str) or (len(tokens) and isinstance(tokens[0], str)):
-        raise TypeError("tokens must be token ids, found text; encode it with rajax.load_tokenizer(path).encode")
+        raise TypeError(
+            "tokens must be token ids, found text; encode it with rajax.load_tokenizer(path).encode"
+        )
     if len(tokens) == 0:
         raise ValueError("the prompt is empty: give at least one token")
     sequences = [tokens] if np.ndim(tokens[0]) == 0 else tokens
@@ -298,10 +300,11 @@ def _decode(
         prefill_s = time.perf_counter() - start
         ttft_s = 0.0
         step_seconds: list[float] = []
+        chosen = np.zeros(batch, np.int32)
         for step in range(max_new_tokens):
             begin = time.perf_counter()
             if step:
-                next_logits = session.step(chosen)  # noqa: F821 - chosen by the step before
+                next_logits = session.step(chosen)
             device_tokens, seen = sample(next_logits, seen, key, np.int32(step), sampling=sampling)
             chosen = np.asarray(device_tokens)
             now = time.perf_counter()
@@ -346,4 +349,3 @@ def _seen(prompts: Sequence[np.ndarray], vocabulary: int) -> jax.Array:
         for row, prompt in zip(seen, prompts, strict=True):
             row[prompt] = True
     return jnp.asarray(seen)
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 
 from rajax.tokenizer import Tokenizer
 
@@ -26,10 +27,18 @@ class Haystack:
 
 
 def prose() -> str:
-    """The language reference that Python carries for help(): some 700,000 characters of technical English."""
+    """Paragraphs of plain English from the language reference that Python carries for help()."""
     from pydoc_data.topics import topics
 
-    return "\n\n".join(topics[name].strip() for name in sorted(topics))
+    paragraphs = []
+    for name in sorted(topics):
+        for block in re.split(r"\n\s*\n", topics[name]):
+            paragraph = " ".join(block.split())
+            # Code, grammar and lists of names are left out: they are indented or full of signs.
+            signs = len(re.findall(r"[^A-Za-z ,.;'()-]", paragraph))
+            if block[:1].isupper() and paragraph.endswith(".") and signs <= 0.03 * len(paragraph):
+                paragraphs.append(paragraph)
+    return "\n".join(dict.fromkeys(paragraphs))
 
 
 def haystack(tokenizer: Tokenizer, length: int, *, depth: float, seed: int = 0) -> Haystack:
@@ -45,22 +54,28 @@ def haystack(tokenizer: Tokenizer, length: int, *, depth: float, seed: int = 0) 
         raise ValueError(f"depth must be from 0 to 1, found {depth}")
     draw = random.Random(seed)
     city, number = draw.choice(CITIES), str(draw.randrange(1_000_000, 10_000_000))
-    needle = f" The special magic number for {city} is {number}. Remember it: the number for {city} is {number}. "
-    question = f"What is the special magic number for {city} mentioned in the text above?"
+    needle = f"One of the special magic numbers for {city} is: {number}. "
+    question = f"What is the special magic number for {city} mentioned in the provided text?"
+    before = (
+        "A special magic number is hidden within the following text. Make sure to memorize it. "
+        "I will quiz you about the number afterwards.\n\n"
+    )
 
     def chat(text: str) -> list[int]:
-        return tokenizer.apply_chat_template([{"role": "user", "content": f"{text}\n\n{question}"}])
+        return tokenizer.apply_chat_template([{"role": "user", "content": f"{before}{text}\n\n{question}"}])
 
-    sentences = prose().split(". ")
+    sentences = re.split(r"(?<=\.)\s", prose())
     start = draw.randrange(len(sentences))
-    sentences = [s + ". " for s in sentences[start:] + sentences[:start]]
+    sentences = [f"{s} " for s in sentences[start:] + sentences[:start]]
     room = length - len(chat(needle))
     chosen: list[str] = []
     for sentence in sentences:
-        room -= len(tokenizer.encode(sentence, add_special_tokens=False))
-        if room < 0:
+        size = len(tokenizer.encode(sentence, add_special_tokens=False))
+        if size <= room:
+            chosen.append(sentence)
+            room -= size
+        if room < 8:
             break
-        chosen.append(sentence)
     at = round(depth * len(chosen))
     tokens = chat("".join(chosen[:at]) + needle + "".join(chosen[at:]))
     return Haystack(tokens, number, question)

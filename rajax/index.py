@@ -8,9 +8,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import importlib
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,7 +83,8 @@ class ScannIndex:
         self.bytes = 4 * count * head_dim + count * head_dim // (2 * self.DIMENSIONS_PER_BLOCK)
         self.bytes += 4 * leaves * head_dim
         self._searcher: Any = (
-            _scann().builder(keys, 1, "dot_product")
+            _scann()
+            .builder(keys, 1, "dot_product")
             .tree(
                 num_leaves=leaves,
                 num_leaves_to_search=self.leaves_to_search,
@@ -115,13 +116,14 @@ def _scann() -> Any:
 
     ScaNN reports every build on stderr and has no setting for that. Its own copy of Abseil has: errors only.
     """
-    module = importlib.import_module("scann.scann_ops.py.scann_ops_pybind")
-    library = Path(importlib.import_module("scann.scann_ops.cc.python.scann_pybind").__file__ or "")
-    setter = re.search(rb"_ZN4absl\w*?14SetMinLogLevelENS0_18LogSeverityAtLeastE", library.read_bytes())
+    from scann import scann_ops_pybind
+
+    library = sys.modules["scann_pybind"].__file__ or ""
+    setter = re.search(rb"_ZN4absl\w*?14SetMinLogLevelENS0_18LogSeverityAtLeastE", Path(library).read_bytes())
     if setter:
         errors_only = 2
-        getattr(ctypes.CDLL(str(library)), setter.group().decode())(errors_only)
-    return module
+        getattr(ctypes.CDLL(library), setter.group().decode())(errors_only)
+    return scann_ops_pybind
 
 
 def select_top(scores: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:

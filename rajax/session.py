@@ -71,7 +71,8 @@ class Session:
 
         frequencies = [config.rope.frequencies(config.head_dim, length) for length in capacity]
         self.rope = Rope(
-            jnp.asarray(np.stack([f for f, _ in frequencies])), jnp.asarray([f for _, f in frequencies], jnp.float32)
+            jnp.asarray(np.stack([f for f, _ in frequencies])),
+            jnp.asarray([f for _, f in frequencies], jnp.float32),
         )
         self.store: HostStore | None = None
         self.zone = Zone(sinks=0, window=bucket(max(capacity)))

@@ -148,7 +148,9 @@ class HostStore:
         ticket = next(self._tickets)
         try:
             for sequence in np.flatnonzero(lengths >= self._zone_size):
-                for head, k, v in zip(self.heads[layer][sequence], keys[sequence], values[sequence], strict=True):
+                for head, k, v in zip(
+                    self.heads[layer][sequence], keys[sequence], values[sequence], strict=True
+                ):
                     head.append(k[None], v[None])
             self._searches[ticket] = self._searchers.submit(self.attend, layer, queries, lengths)
         except BaseException as failure:
@@ -186,7 +188,9 @@ class HostStore:
                 self.counters.scanned += len(q) * scanned
                 self.counters.retrieved += int(np.isfinite(scores).sum())
                 if self._samples_wanted > 0:
-                    self._samples.append(_Sample(head, head.count, q.copy(), np.where(scores > -np.inf, ids, -1)))
+                    self._samples.append(
+                        _Sample(head, head.count, q.copy(), np.where(scores > -np.inf, ids, -1))
+                    )
         self._samples_wanted -= 1
         return out
 
@@ -203,9 +207,7 @@ class HostStore:
         shares = []
         for sample in self._samples:
             exact = ExactIndex(sample.head.keys[: sample.count]).search(sample.queries, self.config.top_k)
-            shares += [
-                np.isin(wanted, got).mean() for wanted, got in zip(exact.ids, sample.ids, strict=True)
-            ]
+            shares += [np.isin(wanted, got).mean() for wanted, got in zip(exact.ids, sample.ids, strict=True)]
         return float(np.mean(shares)) if shares else None
 
     @property

@@ -50,7 +50,9 @@ class Tokenizer:
         decoder = tokenizers.decoders.DecodeStream(skip_special_tokens=True)
         return lambda token: decoder.step(self.backend, int(token)) or ""
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
         """A conversation as the text that the model was trained on.
 
         Args:

@@ -1,0 +1,5 @@
+"""`python -m rajax`, the same as `rajax`."""
+
+from rajax.cli import main
+
+main()

@@ -1,0 +1,295 @@
+"""The command line: `rajax demo | convert | generate | info`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from rajax.generation import Statistics
+
+# JAX and what depends on it are imported inside the commands, so that --help answers at once.
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Llama over long contexts: most of the KV cache in host memory, found again by a vector index.",
+)
+messages = Console(stderr=True)
+"""Everything but the answer goes to stderr, so that the answer can be piped."""
+
+INTERRUPTED = 130  # the shell's exit code for Ctrl-C
+
+
+@app.command()
+def convert(
+    hf_dir: Annotated[Path, typer.Argument(help="A Hugging Face Llama directory with safetensors.")],
+    out_dir: Annotated[Path, typer.Argument(help="The checkpoint to make; must not exist or be empty.")],
+) -> None:
+    """Convert a Hugging Face Llama to a RAJAX checkpoint."""
+    from rajax import convert as converter
+
+    with _errors(), _progress("converting", "tensors") as advance:
+        config = converter.convert(hf_dir, out_dir, on_tensor=lambda _, done, total: advance(done, total))
+    messages.print(
+        f"{out_dir}: {config.num_hidden_layers} layers, {_parameters(config):,} parameters", highlight=False
+    )
+    if not (out_dir / "tokenizer.json").exists():
+        messages.print(
+            f"note: {hf_dir} has no tokenizer.json, so the checkpoint takes token ids only", style="yellow"
+        )
+
+
+@app.command()
+def info(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a Hugging Face Llama directory.")],
+    context: Annotated[int, typer.Option(help="Tokens of context to size the KV cache for.", min=1)] = 131072,
+) -> None:
+    """Show what a model is, and where its KV cache would live."""
+    from rajax.checkpoint import read_config
+    from rajax.retrieval import RetrievalConfig
+
+    with _errors():
+        c = read_config(checkpoint)
+    retrieval = RetrievalConfig()
+    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+    static = min(context, retrieval.sink_tokens + retrieval.window)
+    rope = c.rope.rope_type + (f", factor {c.rope.factor:g}" if c.rope.factor else "")
+    rows = {
+        "parameters": f"{_parameters(c):,}",
+        "layers": c.num_hidden_layers,
+        "hidden size": f"{c.hidden_size}, MLP {c.intermediate_size}",
+        "query heads": f"{c.num_attention_heads} of {c.head_dim}",
+        "KV heads": c.num_key_value_heads,
+        "vocabulary": c.vocab_size,
+        "positions": f"{c.max_positions:,} ({rope} RoPE, theta {c.rope.rope_theta:g})",
+        "stop tokens": ", ".join(map(str, c.eos_token_ids)) or "none",
+        f"KV at {context:,} tokens": f"{format_bytes(4 * per_token * context)} in float32",
+        "  on the device": f"{format_bytes(4 * per_token * static)} ({static} tokens)",
+        "  on the host": f"{format_bytes(4 * per_token * (context - static))}, and the index",
+    }
+    for name, value in rows.items():
+        print(f"{name:<24}{value}")
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint that `rajax convert` made.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", "-f", help="A text file with the prompt; - is stdin.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the checkpoint's chat template.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="The system message, with --chat.")] = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", "-n", help="Tokens to make at most. [default: 256]", min=1),
+    ] = None,
+    dense: Annotated[
+        bool, typer.Option("--dense", help="Dense attention: all keys stay on the device.")
+    ] = False,
+    index: Annotated[str, typer.Option(help="The index over offloaded keys: scann or exact.")] = "scann",
+    retrieve: Annotated[int, typer.Option(help="Offloaded keys that each query attends to.", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 is all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the tokens that hold this probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best one's.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 changes nothing.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable. [default: random]")] = None,
+    rope_scaling: Annotated[
+        str | None,
+        typer.Option(
+            help='Hugging Face\'s rope_scaling as JSON, e.g. \'{"rope_type": "yarn", "factor": 4}\'.'
+        ),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+) -> None:
+    """Continue a prompt from --prompt, --prompt-file or stdin; the answer streams to stdout."""
+    with _errors():
+        text = _prompt_text(prompt, prompt_file)
+        scaling = _parse_rope_scaling(rope_scaling)
+        import rajax
+
+        retrieval = None if dense else rajax.RetrievalConfig(index=index, top_k=retrieve)
+        sampling = rajax.Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        params = rajax.load(checkpoint, dtype=dtype, rope_scaling=scaling)
+        tokenizer = rajax.load_tokenizer(checkpoint)
+        if chat:
+            turns = [{"role": "system", "content": system}] if system is not None else []
+            tokens = tokenizer.apply_chat_template([*turns, {"role": "user", "content": text}])
+        elif system is not None:
+            raise ValueError("--system needs --chat")
+        else:
+            tokens = tokenizer.encode(text)
+        answer = stream_answer(
+            params,
+            tokenizer,
+            tokens,
+            max_new_tokens=max_new_tokens,
+            retrieval=retrieval,
+            sampling=sampling,
+            key=seed,
+        )
+    if answer is None:
+        messages.print("interrupted", style="yellow")
+        raise typer.Exit(INTERRUPTED)
+    messages.print(summary(answer[1], len(tokens)), highlight=False)
+
+
+@app.command()
+def demo(
+    length: Annotated[int, typer.Option(help="Tokens of the text with the needle.", min=1024)] = 7600,
+    depth: Annotated[
+        float, typer.Option(help="Where the needle is: 0 beginning, 1 end.", min=0, max=1)
+    ] = 0.4,
+) -> None:
+    """Ask a real model about a long text, with retrieval and with dense attention."""
+    from rajax import demo as demonstration
+
+    with _errors():
+        raise typer.Exit(demonstration.run(length, depth))
+
+
+def stream_answer(
+    params: Any, tokenizer: Any, tokens: list[int], **settings: Any
+) -> tuple[str, Statistics] | None:
+    """Prints an answer as it is made; its text and statistics, or None where Ctrl-C ended it."""
+    text = tokenizer.decode_stream()
+    try:
+        with _progress("prefill", "layers") as advance:
+            from rajax.generation import stream
+
+            answer = stream(params, tokens, on_prefill=advance, **settings)
+            token = next(answer)
+        while True:
+            print(text(token), end="", flush=True)
+            token = next(answer)
+    except StopIteration as done:
+        print()
+        return tokenizer.decode(done.value.tokens[0]), done.value.statistics
+    except KeyboardInterrupt:
+        print()
+        return None
+
+
+def summary(statistics: Statistics, prompt: int) -> str:
+    """One line of what a generation took."""
+    s = statistics
+    parts = [f"{prompt} prompt tokens in {s.prefill_s:.1f} s"]
+    if s.steps_per_s is not None:
+        parts.append(f"{s.decode_steps + 1} new at {s.steps_per_s:.1f} tokens/s")
+    parts.append(
+        f"KV: {format_bytes(s.device_kv_bytes)} on the device, {format_bytes(s.host_kv_bytes)} on the host"
+    )
+    if s.keys_offloaded:
+        parts.append(f"{100 * s.keys_retrieved / s.keys_offloaded:.1f} % of offloaded keys retrieved")
+    return " | ".join(parts)
+
+
+def main() -> None:
+    """The `rajax` command."""
+    # Orbax and JAX tell of things that no user of a command can act on.
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    app(prog_name="rajax")
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Expected failures end the command with their message alone."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
+        _fail(f"{error}" or type(error).__name__)
+    except KeyboardInterrupt:
+        messages.print("interrupted", style="yellow")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _fail(message: str) -> NoReturn:
+    messages.print(f"[bold red]error:[/] {_plain(message)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(1)
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+@contextlib.contextmanager
+def _progress(what: str, unit: str) -> Iterator[Any]:
+    """A progress bar on stderr, gone when it is done; yields a function of (done, total)."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=messages, transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
+    if prompt is not None and prompt_file is not None:
+        raise ValueError("give either --prompt or --prompt-file, not both")
+    if prompt is not None:
+        text = prompt
+    elif prompt_file is not None and str(prompt_file) != "-":
+        try:
+            text = prompt_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{prompt_file} is not UTF-8 text: {error}") from error
+    elif sys.stdin.isatty():
+        raise ValueError("no prompt: give --prompt, --prompt-file, or text on stdin")
+    else:
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"stdin is not UTF-8 text: {error}") from error
+    if not text:
+        raise ValueError("the prompt is empty")
+    return text
+
+
+def _parse_rope_scaling(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--rope-scaling is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"--rope-scaling must be a JSON object, found {text}")
+    return value
+
+
+def _parameters(config: Any) -> int:
+    import math
+
+    from rajax.checkpoint import parameter_shapes
+
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+
+
+def format_bytes(count: int) -> str:
+    """A number of bytes for people."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Small random Llamas that need no checkpoint, with weights large enough for an error to show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from rajax.models import Llama, LlamaConfig, RopeConfig
+
+
+def random_llama(seed: int = 0, **overrides: Any) -> Llama:
+    """A model of three layers whose attention is peaked and whose logits have a deviation of about two."""
+    settings: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "rope": RopeConfig(max_position_embeddings=4096, original_max_position_embeddings=4096),
+        "rms_norm_eps": 1e-5,
+    }
+    config = LlamaConfig(**{**settings, **overrides})
+    graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    draw = np.random.RandomState(seed)
+
+    def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if len(leaf.shape) == 1:
+            return jnp.asarray(1 + 0.3 * draw.standard_normal(leaf.shape), jnp.float32)
+        return jnp.asarray(draw.standard_normal(leaf.shape) * 1.6 / np.sqrt(leaf.shape[0]), jnp.float32)
+
+    return nnx.merge(graph, jax.tree.map(fill, state))
+
+
+def random_tokens(seed: int, *lengths: int, vocabulary: int = 64) -> list[np.ndarray]:
+    """One text of random tokens per length."""
+    draw = np.random.RandomState(seed)
+    return [draw.randint(0, vocabulary, n).astype(np.int32) for n in lengths]

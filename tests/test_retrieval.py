@@ -1,0 +1,364 @@
+"""Retrieval attention against dense attention, and what happens when the host path fails."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from random_llama import random_llama, random_tokens
+
+import rajax
+from rajax import store as store_module
+from rajax.index import INDEXES, ExactIndex, ScannIndex, select_top
+from rajax.session import Session, _decode_step, _prefill_layer, _split, bucket, prefill
+from rajax.store import Head, HostStore
+
+ALL = 10**6
+"""More keys than any text here has: everything is retrieved."""
+
+TOLERANCE = 1e-4
+"""Absolute, of logits with a deviation of about two: float32 sums in another order."""
+
+
+def config(**settings: Any) -> rajax.RetrievalConfig:
+    """A static zone so small that most of a short text is offloaded, and ScaNN even for few keys."""
+    return rajax.RetrievalConfig(
+        **{"sink_tokens": 3, "window": 9, "exact_below": 0, "leaves_searched": 1.0, "top_k": ALL, **settings}
+    )
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    yield
+    assert store_module._stores == {}
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("rajax")]
+
+
+@pytest.mark.parametrize("index", sorted(INDEXES))
+@pytest.mark.parametrize("kv_heads", [2, 4], ids=["gqa", "mha"])
+def test_all_keys_retrieved_equals_dense(index, kv_heads):
+    """Prefill and 64 decoded tokens, a batch of unequal lengths, one of them inside the static zone."""
+    model = random_llama(num_key_value_heads=kv_heads)
+    lengths, new = (150, 5, 61), 64
+    texts = random_tokens(1, *(n + new for n in lengths))
+    dense = [rajax.logits(model, text)[0] for text in texts]
+    prompts = [text[:n] for text, n in zip(texts, lengths, strict=True)]
+    with Session(model, lengths, [len(t) for t in texts], config(index=index)) as session:
+        got = [np.asarray(prefill(model, prompts, [session]))]
+        session.finish_prefill()
+        for step in range(new):
+            got.append(np.asarray(session.step([t[n + step] for t, n in zip(texts, lengths, strict=True)])))
+        assert session.store is not None
+        assert session.store.counters.retrieved == session.store.counters.offloaded > 0
+    for row, n in enumerate(lengths):
+        ours = np.stack([g[row] for g in got])
+        np.testing.assert_allclose(ours, dense[row][n - 1 :], atol=TOLERANCE)
+    assert np.std(dense[0]) > 1
+
+
+@pytest.mark.parametrize("zone", [(3, 9), (0, 1), (5, 1), (0, 16), (200, 7)])
+def test_one_token_at_a_time_equals_a_fresh_prefill_at_every_step(zone):
+    """From the first token on, through the filling of the static zone and far past it."""
+    model, (text,) = random_llama(2), random_tokens(2, 90)
+    fresh = rajax.logits(model, text)
+    sinks, window = zone
+    grown = rajax.logits(model, text, config(sink_tokens=sinks, window=window), decode_from=1)
+    np.testing.assert_allclose(grown, fresh, atol=TOLERANCE)
+    np.testing.assert_allclose(rajax.logits(model, text, decode_from=1), fresh, atol=TOLERANCE)
+
+
+def test_prefill_sees_only_what_came_before():
+    """Each position's logits are those of a fresh prefill that ends there."""
+    model, (text,) = random_llama(3), random_tokens(3, 40)
+    whole = rajax.logits(model, text)[0]
+    for end in (1, 2, 13, 40):
+        np.testing.assert_allclose(rajax.logits(model, text[:end])[0, -1], whole[end - 1], atol=TOLERANCE)
+
+
+def test_few_retrieved_keys_differ_from_dense():
+    """The parity tests can fail: with one key retrieved the logits are far off."""
+    model, (text,) = random_llama(4), random_tokens(4, 120)
+    near = rajax.logits(model, text, config(top_k=1))
+    assert np.abs(near - rajax.logits(model, text)).max() > 100 * TOLERANCE
+
+
+def test_more_keys_come_closer_to_dense():
+    model, (text,) = random_llama(5), random_tokens(5, 160)
+    dense = rajax.logits(model, text)
+    errors = [np.abs(rajax.logits(model, text, config(top_k=k)) - dense).mean() for k in (1, 16, 64, ALL)]
+    assert errors == sorted(errors, reverse=True)
+
+
+def test_a_batch_equals_its_sequences_alone():
+    model, texts = random_llama(6), random_tokens(6, 70, 4, 33)
+    settings = {"max_new_tokens": 30, "retrieval": config(top_k=8), "stop": ()}
+    together = rajax.generate(model, texts, **settings)
+    for row, text in enumerate(texts):
+        assert rajax.generate(model, text, **settings).tokens[0] == together.tokens[row]
+
+
+def test_a_sequence_that_stops_leaves_the_others_alone():
+    model, texts = random_llama(7), random_tokens(7, 40, 50)
+    settings = {"max_new_tokens": 24, "retrieval": config()}
+    free = rajax.generate(model, texts, stop=(), **settings)
+    early = next(t for t in free.tokens[0] if t not in free.tokens[1])
+    stopped = rajax.generate(model, texts, stop=[early], **settings)
+    assert stopped.finish_reasons == ["stop", "length"]
+    assert stopped.tokens[0] == free.tokens[0][: free.tokens[0].index(early) + 1]
+    assert stopped.tokens[1] == free.tokens[1]
+
+
+def test_a_text_inside_the_static_zone_offloads_nothing():
+    model, (text,) = random_llama(8), random_tokens(8, 20)
+    result = rajax.generate(model, text, max_new_tokens=5, stop=())
+    assert result.statistics.host_kv_bytes == result.statistics.keys_offloaded == 0
+    dense = rajax.generate(model, text, max_new_tokens=5, stop=(), retrieval=None)
+    assert result.tokens == dense.tokens
+
+
+def test_the_device_holds_the_static_zone_and_the_host_the_rest():
+    model, (text,) = random_llama(9), random_tokens(9, 300)
+    result = rajax.generate(model, text, max_new_tokens=10, stop=(), retrieval=config(recall_steps=4))
+    c, s = model.config, result.statistics
+    per_token = 2 * 4 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+    assert s.device_kv_bytes == per_token * 12
+    # The last token is made but never fed back.
+    assert s.host_kv_bytes == per_token * (300 + 9 - 12)
+    assert s.recall == 1.0
+    assert s.decode_steps == 9
+    assert s.keys_scanned == s.keys_retrieved == s.keys_offloaded
+    assert s.ttft_s >= s.prefill_s >= s.index_s >= 0
+
+
+# --- the host path
+
+
+class DiskOnFireError(Exception):
+    """Something that only a user's own code would raise."""
+
+
+@pytest.mark.parametrize("where", ["build", "append", "search"])
+def test_a_failure_on_the_host_reaches_the_caller_as_it_is(where, monkeypatch):
+    model, (text,) = random_llama(10), random_tokens(10, 80)
+    settings = {"max_new_tokens": 12, "retrieval": config(), "stop": ()}
+    good = rajax.generate(model, text, **settings)
+    real, calls = getattr(Head, where), []
+
+    def failing(self, *args):
+        calls.append(1)
+        # `append` also fills the store in the prefill; let it fail while decoding.
+        if len(calls) > 3 * 2 * (where == "append"):
+            raise DiskOnFireError("the disk is on fire")
+        return real(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Head, where, failing)
+        with pytest.raises(DiskOnFireError, match="^the disk is on fire$"):
+            rajax.generate(model, text, **settings)
+    assert rajax.generate(model, text, **settings).tokens == good.tokens
+
+
+def test_a_closed_stream_ends_its_request():
+    model, (text,) = random_llama(11), random_tokens(11, 60)
+    answer = rajax.stream(model, text, max_new_tokens=40, retrieval=config(), stop=())
+    first = [next(answer), next(answer)]
+    assert len(store_module._stores) == 1
+    answer.close()
+    assert store_module._stores == {}
+    whole = rajax.generate(model, text, max_new_tokens=2, retrieval=config(), stop=())
+    assert whole.tokens[0] == first
+
+
+def test_an_interrupt_while_decoding_ends_the_request():
+    model, (text,) = random_llama(12), random_tokens(12, 60)
+
+    def interrupt(sequence: int, token: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rajax.generate(model, text, max_new_tokens=40, retrieval=config(), on_token=interrupt)
+
+
+def test_two_requests_at_once_do_not_meet():
+    """One compiled step serves both; each finds its own store."""
+    model, texts = random_llama(13), random_tokens(13, 60, 75)
+    settings = {"max_new_tokens": 10, "retrieval": config(top_k=8), "stop": ()}
+    alone = [rajax.generate(model, t, **settings).tokens[0] for t in texts]
+    streams = [rajax.stream(model, t, **settings) for t in texts]
+    mixed = [[next(s) for s in streams] for _ in range(10)]
+    assert [list(tokens) for tokens in zip(*mixed, strict=True)] == alone
+    for stream in streams:
+        stream.close()
+
+
+# --- store and index
+
+
+def test_a_key_is_found_from_the_moment_it_is_appended():
+    draw = np.random.default_rng(0)
+    keys, values = draw.standard_normal((2, 400, 16)).astype(np.float32)
+    head = Head(400, 16)
+    head.append(keys[:300], values[:300])
+    head.build(config(index="exact"))
+    for i in range(300, 400):
+        head.append(keys[i : i + 1], values[i : i + 1])
+        query = keys[i : i + 1] * 10
+        ids, scores, scanned = head.search(query, 5)
+        exact, exact_scores = select_top(query @ keys[: i + 1].T, 5)
+        assert sorted(ids[0]) == sorted(exact[0])
+        np.testing.assert_allclose(np.sort(scores), np.sort(exact_scores), rtol=1e-5)
+        assert i in ids[0]
+        assert scanned == i + 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 100, 3000])
+@pytest.mark.parametrize("leaves", [0.01, 0.5, 1.0])
+def test_scann_scores_are_exact_and_its_ids_distinct(count, leaves):
+    draw = np.random.default_rng(count)
+    keys = draw.standard_normal((count, 24)).astype(np.float32)
+    queries = draw.standard_normal((4, 24)).astype(np.float32)
+    index = ScannIndex(keys, leaves)
+    for top_k in (1, 50, count, 2 * count):
+        found = index.search(queries, top_k)
+        assert found.ids.shape == found.scores.shape == (4, min(top_k, count))
+        for row in range(4):
+            real = np.isfinite(found.scores[row])
+            ids = found.ids[row][real]
+            assert real.any()
+            assert len(set(ids.tolist())) == len(ids)
+            np.testing.assert_allclose(found.scores[row][real], queries[row] @ keys[ids].T, rtol=1e-4, atol=1e-4)
+        if top_k >= count:
+            assert np.isfinite(found.scores).all()
+
+
+def test_scann_finds_nearly_all_of_clustered_keys():
+    draw = np.random.default_rng(1)
+    centers = draw.standard_normal((60, 32)) * 2
+    keys = (centers[draw.integers(0, 60, 6000)] + draw.standard_normal((6000, 32))).astype(np.float32)
+    queries = (centers[:12] + draw.standard_normal((12, 32))).astype(np.float32)
+    wanted = ExactIndex(keys).search(queries, 64).ids
+    got = ScannIndex(keys, 0.5).search(queries, 64).ids
+    assert np.mean([np.isin(w, g).mean() for w, g in zip(wanted, got, strict=True)]) > 0.95
+
+
+def test_where_leaves_hold_too_few_keys_nothing_is_made_up():
+    """A part with missing keys attends to those that were found, and without any to none."""
+    head = Head(4, 2)
+    head.append(np.eye(4, 2, dtype=np.float32), np.arange(8, dtype=np.float32).reshape(4, 2))
+    scores = np.array([[1.0, -np.inf], [-np.inf, -np.inf]], np.float32)
+    numerator, denominator, top = head.attend(np.array([[2, 0], [0, 0]]), scores)
+    np.testing.assert_allclose(numerator, [[4, 5], [0, 0]])
+    np.testing.assert_allclose(denominator, [1, 0])
+    np.testing.assert_array_equal(top, [1, -np.inf])
+
+
+def test_recall_counts_what_an_exact_search_would_find():
+    settings = config(index="exact", top_k=10, recall_steps=1)
+    store = HostStore(settings, layers=1, kv_heads=1, head_dim=8, capacities=[100])
+    draw = np.random.default_rng(2)
+    keys = draw.standard_normal((1, 100, 8)).astype(np.float32)
+    store.put(0, 0, keys, keys)
+    store.wait_built()
+
+    class Half:
+        bytes = 0
+
+        def search(self, queries, top_k):
+            found = ExactIndex(keys[0]).search(queries, top_k)
+            return type(found)(found.ids[:, :5], found.scores[:, :5], 100)
+
+    store.heads[0][0][0].index = Half()
+    queries = draw.standard_normal((1, 1, 3, 8)).astype(np.float32)
+    store.attend(0, queries, np.array([112]))
+    assert store.recall() == 0.5
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"index": "faiss"}, "index must be one of exact, scann; found 'faiss'"),
+        ({"top_k": 0}, "top_k must be an integer of at least 1, found 0"),
+        ({"top_k": 2.5}, "top_k must be an integer"),
+        ({"sink_tokens": -1}, "sink_tokens must be an integer of at least 0, found -1"),
+        ({"window": 0}, "window must be an integer of at least 1, found 0"),
+        ({"window": True}, "window must be an integer of at least 1, found True"),
+        ({"leaves_searched": 0}, "leaves_searched must be above 0 and at most 1, found 0"),
+        ({"leaves_searched": 1.5}, "leaves_searched must be above 0 and at most 1, found 1.5"),
+        ({"leaves_searched": float("nan")}, "leaves_searched must be above 0 and at most 1, found nan"),
+        ({"exact_below": -1}, "exact_below must be an integer of at least 0, found -1"),
+        ({"recall_steps": -1}, "recall_steps must be an integer of at least 0, found -1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        rajax.RetrievalConfig(**settings)
+
+
+# --- compilation
+
+
+def test_the_decode_step_lowers_for_cuda_with_the_kernel_and_both_callbacks():
+    model, (text,) = random_llama(14), random_tokens(14, 60)
+    with Session(model, [60], [90], config()) as session:
+        prefill(model, [text], [session])
+        session.finish_prefill()
+        lowered = _decode_step.trace(
+            session._static,
+            session._leaves,
+            session._cache,
+            np.zeros(1, np.int32),
+            np.ones(1, bool),
+            session.rope,
+            np.int32(1),
+            zone=session.zone,
+            offload=True,
+        ).lower(lowering_platforms=("cuda",))
+    program = lowered.as_text()
+    layers = model.config.num_hidden_layers
+    assert "triton" in program
+    assert program.count("callback") >= 2 * layers
+
+
+def test_a_longer_answer_does_not_compile_again():
+    model, (text,) = random_llama(15), random_tokens(15, 60)
+    rajax.generate(model, text, max_new_tokens=3, retrieval=config(), stop=())
+    before = _decode_step._cache_size()
+    rajax.generate(model, random_tokens(16, 90)[0], max_new_tokens=40, retrieval=config(top_k=5), stop=())
+    assert _decode_step._cache_size() == before
+
+
+def test_no_array_of_the_prefill_is_as_large_as_the_prompt_squared():
+    """Every array in the program of one layer at 32,768 tokens, that of Llama's own width included."""
+    length = 32768
+    model = random_llama(num_hidden_layers=1, hidden_size=64, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
+    with Session(model, [length], [length], None) as session:
+        static, leaves = _split(model.layers[0])
+        x = jax.ShapeDtypeStruct((1, length, 64), np.float32)
+        jaxpr = jax.make_jaxpr(lambda x: _prefill_layer(static, leaves, x, session.rope, block=512))(x)
+    sizes = list(_sizes(jaxpr.jaxpr))
+    assert len(sizes) > 50
+    # The largest are one layer's keys, and one block's scores: 9 heads of 512 by 512.
+    assert max(sizes) <= max(length * 3 * 64, 9 * 512 * 512) < length * length / 100
+
+
+def _sizes(jaxpr):
+    for equation in jaxpr.eqns:
+        for variable in equation.outvars:
+            yield int(np.prod(variable.aval.shape))
+        for parameter in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from _sizes(inner)
+
+
+@pytest.mark.parametrize("length", [1, 128, 129, 512, 513, 4096, 4097, 8191, 8192, 8193, 32768, 100_000])
+def test_buckets_are_few_and_waste_little(length):
+    size = bucket(length)
+    assert size >= length
+    assert size % min(512, size) == 0
+    assert size <= max(512, length + 512, length * 9 // 8)
+    assert bucket(size) == size

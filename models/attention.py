@@ -18,6 +18,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
 from rajax.kernels import Partial, finish, merge, partial_attention, prefill_attention
 from rajax.models.config import LlamaConfig
 from rajax.models.rope import rotate

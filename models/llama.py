@@ -11,6 +11,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
 from rajax.models.attention import Attention, HostPath, NewToken, Rope, StaticZone, Zone
 from rajax.models.config import LlamaConfig
 

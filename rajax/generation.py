@@ -272,7 +272,10 @@ def _run(
         key = secrets.randbits(31)
     if isinstance(key, int):
         key = jax.random.key(key)
-    stops = frozenset(params.config.eos_token_ids if stop is None else stop)
+    stops = frozenset(params.config.eos_token_ids if stop is None else (int(token) for token in stop))
+    for token in stops:
+        if not 0 <= token < params.config.vocab_size:
+            raise ValueError(f"stop token {token} lies outside the vocabulary of {params.config.vocab_size}")
     return _decode(params, prompts, max_new_tokens, retrieval, sampling, stops, key, on_prefill)
 
 

@@ -54,15 +54,11 @@ def haystack(tokenizer: Tokenizer, length: int, *, depth: float, seed: int = 0) 
         raise ValueError(f"depth must be from 0 to 1, found {depth}")
     draw = random.Random(seed)
     city, number = draw.choice(CITIES), str(draw.randrange(1_000_000, 10_000_000))
-    needle = f"One of the special magic numbers for {city} is: {number}. "
-    question = f"What is the special magic number for {city} mentioned in the provided text?"
-    before = (
-        "A special magic number is hidden within the following text. Make sure to memorize it. "
-        "I will quiz you about the number afterwards.\n\n"
-    )
+    needle = f"The magic number that belongs to {city} is {number}. "
+    question = f"What is the magic number that belongs to {city}?"
 
     def chat(text: str) -> list[int]:
-        return tokenizer.apply_chat_template([{"role": "user", "content": f"{before}{text}\n\n{question}"}])
+        return tokenizer.apply_chat_template([{"role": "user", "content": f"{text}\n\n{question}"}])
 
     sentences = re.split(r"(?<=\.)\s", prose())
     start = draw.randrange(len(sentences))

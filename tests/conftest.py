@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 import rajax
 import rajax.smollm2
+
+# `python -m pytest` puts the repository's root there, where `import kernels` would find our folder and
+# transformers take it for Hugging Face's package.
+ROOT = Path(__file__).parent.parent
+sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
 
 
 @pytest.fixture(scope="session")

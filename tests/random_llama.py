@@ -14,6 +14,7 @@ from rajax.models import Llama, LlamaConfig, RopeConfig
 
 def random_llama(seed: int = 0, **overrides: Any) -> Llama:
     """A model of three layers whose attention is peaked and whose logits have a deviation of about two."""
+    positions = overrides.get("max_position_embeddings", 4096)
     settings: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 48,
@@ -22,8 +23,8 @@ def random_llama(seed: int = 0, **overrides: Any) -> Llama:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": 4096,
-        "rope": RopeConfig(max_position_embeddings=4096, original_max_position_embeddings=4096),
+        "max_position_embeddings": positions,
+        "rope": RopeConfig(max_position_embeddings=positions, original_max_position_embeddings=positions),
         "rms_norm_eps": 1e-5,
     }
     config = LlamaConfig(**{**settings, **overrides})

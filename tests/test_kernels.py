@@ -1,5 +1,7 @@
 """Kernels against their references and against attention written out."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,7 +134,7 @@ def test_merging_any_split_of_the_keys_is_attention_over_all(cuts):
     edges = [0, *cuts, 200]
     parts = [
         partial_attention_reference(q, k[:, :, a:b], v[:, :, a:b], weights[:, :, a:b])
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in itertools.pairwise(edges)
     ]
     for order in (parts, parts[::-1]):
         merged = finish(merge(*order))

@@ -156,7 +156,7 @@ def test_a_failure_on_the_host_reaches_the_caller_as_it_is(where, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(Head, where, failing)
-        with pytest.raises(DiskOnFireError, match="^the disk is on fire$"):
+        with pytest.raises(DiskOnFireError, match=r"^the disk is on fire$"):
             rajax.generate(model, text, **settings)
     assert rajax.generate(model, text, **settings).tokens == good.tokens
 
@@ -229,7 +229,9 @@ def test_scann_scores_are_exact_and_its_ids_distinct(count, leaves):
             ids = found.ids[row][real]
             assert real.any()
             assert len(set(ids.tolist())) == len(ids)
-            np.testing.assert_allclose(found.scores[row][real], queries[row] @ keys[ids].T, rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(
+                found.scores[row][real], queries[row] @ keys[ids].T, rtol=1e-4, atol=1e-4
+            )
         if top_k >= count:
             assert np.isfinite(found.scores).all()
 
@@ -334,7 +336,9 @@ def test_a_longer_answer_does_not_compile_again():
 def test_no_array_of_the_prefill_is_as_large_as_the_prompt_squared():
     """Every array in the program of one layer at 32,768 tokens, that of Llama's own width included."""
     length = 32768
-    model = random_llama(num_hidden_layers=1, hidden_size=64, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
+    model = random_llama(
+        num_hidden_layers=1, hidden_size=64, num_attention_heads=9, num_key_value_heads=3, head_dim=64
+    )
     with Session(model, [length], [length], None) as session:
         static, leaves = _split(model.layers[0])
         x = jax.ShapeDtypeStruct((1, length, 64), np.float32)
@@ -349,7 +353,9 @@ def _sizes(jaxpr):
     for equation in jaxpr.eqns:
         for variable in equation.outvars:
             yield int(np.prod(variable.aval.shape))
-        for parameter in jax.tree.leaves(equation.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")):
+        for parameter in jax.tree.leaves(
+            equation.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
+        ):
             inner = getattr(parameter, "jaxpr", parameter)
             if hasattr(inner, "eqns"):
                 yield from _sizes(inner)

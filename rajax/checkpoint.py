@@ -134,9 +134,7 @@ def save(
         registry = type_handlers.create_type_handler_registry(
             *((kind, handler) for kind in kinds), (jax.Array, type_handlers.ArrayHandler())
         )
-        with ocp.Checkpointer(
-            ocp.PyTreeCheckpointHandler(use_ocdbt=False, type_handler_registry=registry)
-        ) as checkpointer:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
             checkpointer.save(temporary / PARAMS, args=ocp.args.PyTreeSave(dict(tensors)))
         for name in sorted(files, key=lambda name: name == "config.json"):
             (temporary / name).write_text(files[name], encoding="utf-8")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from rajax.kernels import Partial
+from rajax.kernels import Partial, no_keys
 from rajax.store import by_handle
 
 
@@ -43,17 +43,18 @@ class CallbackHostPath:
 
 
 def _submit(handle, layer, queries, keys, values, lengths) -> np.ndarray:
-    # XLA may reuse the buffers when this returns, and the search goes on: the queries are copied.
-    queries = np.array(queries, np.float32)
+    store = by_handle(int(np.asarray(handle)))
+    if store is None:
+        return np.asarray(-1, np.int32)
+    # XLA may reuse the buffers when this returns, and the search goes on: queries and lengths are copied.
+    queries, lengths = np.array(queries, np.float32), np.array(lengths)
     keys, values = (np.asarray(a).astype(np.float32) for a in (keys, values))
-    ticket = by_handle(int(np.asarray(handle))).submit(
-        int(np.asarray(layer)), queries, keys, values, np.array(lengths)
-    )
-    return np.asarray(ticket, np.int32)
+    return np.asarray(store.submit(int(np.asarray(layer)), queries, keys, values, lengths), np.int32)
 
 
 def _collect(handle, ticket, after, head_dim) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    store = by_handle(int(np.asarray(handle)))
     batch, kv_heads, groups = np.asarray(after).shape
     shape = (batch, kv_heads, groups, int(np.asarray(head_dim)))
-    part = by_handle(int(np.asarray(handle))).collect(int(np.asarray(ticket)), shape)
+    part = no_keys(*shape) if store is None else store.collect(int(np.asarray(ticket)), shape)
     return np.asarray(part.numerator), np.asarray(part.denominator), np.asarray(part.max)

@@ -11,10 +11,14 @@ import functools
 import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from rajax.retrieval import RetrievalConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +72,7 @@ class ScannIndex:
 
     # Measured on real queries and keys by benchmarks/search.py. ScaNN's guide proposes anisotropic
     # quantization for inner products; attention's keys are found better without, and built faster.
+    FEWEST_KEYS = 16  # its codebooks have 16 entries, and ScaNN refuses to learn them from fewer keys
     TRAINING_ITERATIONS = 8
     TRAINING_SAMPLE = 2000
     DIMENSIONS_PER_BLOCK = 2
@@ -134,10 +139,14 @@ def select_top(scores: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.take_along_axis(scores, ids, axis=1)
 
 
-INDEXES = {
+def _scann_or_exact(keys: np.ndarray, config: RetrievalConfig) -> Index:
+    if len(keys) < max(config.exact_below, ScannIndex.FEWEST_KEYS):
+        return ExactIndex(keys)
+    return ScannIndex(keys, config.leaves_searched)
+
+
+INDEXES: dict[str, Callable[[np.ndarray, RetrievalConfig], Index]] = {
     "exact": lambda keys, config: ExactIndex(keys),
-    "scann": lambda keys, config: (
-        ExactIndex(keys) if len(keys) < config.exact_below else ScannIndex(keys, config.leaves_searched)
-    ),
+    "scann": _scann_or_exact,
 }
-"""The one registry of index kinds: name -> function of keys [S, H] float32 and RetrievalConfig."""
+"""The one registry of index kinds: name -> what builds one over keys [S, H] float32."""

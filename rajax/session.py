@@ -176,7 +176,7 @@ def prefill(
     Args:
       model: the model.
       prompts: B arrays [T] of tokens.
-      sessions: of the same prompts; they may differ in everything else.
+      sessions: of the same prompts and capacity; their attentions may differ.
       on_prefill: told of the progress.
 
     Returns:

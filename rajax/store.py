@@ -85,7 +85,7 @@ class Counters:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sample:
+class Sample:
     """One search, kept to be compared with an exact one."""
 
     head: Head
@@ -120,7 +120,8 @@ class HostStore:
         self._searches: dict[int, Future[Partial]] = {}
         self._tickets = itertools.count()
         self._failure: BaseException | None = None
-        self._samples: list[_Sample] = []
+        self.samples: list[Sample] = []
+        """The searches of the first `recall_steps` decode steps."""
         self._samples_wanted = config.recall_steps * layers
         self.handle = _register(self)
 
@@ -188,8 +189,8 @@ class HostStore:
                 self.counters.scanned += len(q) * scanned
                 self.counters.retrieved += int(np.isfinite(scores).sum())
                 if self._samples_wanted > 0:
-                    self._samples.append(
-                        _Sample(head, head.count, q.copy(), np.where(scores > -np.inf, ids, -1))
+                    self.samples.append(
+                        Sample(head, head.count, q.copy(), np.where(scores > -np.inf, ids, -1))
                     )
         self._samples_wanted -= 1
         return out
@@ -205,7 +206,7 @@ class HostStore:
     def recall(self) -> float | None:
         """Mean recall@k of the sampled searches against exact ones, k = top_k; None without samples."""
         shares = []
-        for sample in self._samples:
+        for sample in self.samples:
             exact = ExactIndex(sample.head.keys[: sample.count]).search(sample.queries, self.config.top_k)
             shares += [np.isin(wanted, got).mean() for wanted, got in zip(exact.ids, sample.ids, strict=True)]
         return float(np.mean(shares)) if shares else None
@@ -227,7 +228,7 @@ class HostStore:
             build.cancel()
         self._builders.shutdown()
         self._searchers.shutdown()
-        self.heads, self._samples = [], []
+        self.heads, self.samples = [], []
 
 
 # A jitted step knows its request by a small integer, so that one compiled step serves every request.
@@ -248,7 +249,7 @@ def _unregister(store: HostStore) -> None:
         _stores.pop(store.handle, None)
 
 
-def by_handle(handle: int) -> HostStore:
-    """The store of a request that is running."""
+def by_handle(handle: int) -> HostStore | None:
+    """The store of a request, or None where the request has ended, as an interrupted one may before its step."""
     with _lock:
-        return _stores[handle]
+        return _stores.get(handle)

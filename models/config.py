@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from rajax.models.rope import RopeConfig
+from rajax.models.rope import LARGEST, RopeConfig, is_number
 
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 """Hugging Face's names of the MLP activations that `models/llama.py` has."""
+
+MOST_LAYERS = 1024
+"""Building a model takes time per layer, which a damaged config.json could ask for without end."""
 
 
 class ConfigError(ValueError):
@@ -62,9 +65,14 @@ class LlamaConfig:
             "head_dim",
             "max_position_embeddings",
         ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} must be a positive integer, found {value!r}")
+            check_size(name, getattr(self, name), MOST_LAYERS if name == "num_hidden_layers" else LARGEST)
+        if not is_number(self.rms_norm_eps) or not 0 < self.rms_norm_eps <= 1:
+            raise ConfigError(
+                f"rms_norm_eps must be a number above 0 and at most 1, found {self.rms_norm_eps!r}"
+            )
+        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, found {getattr(self, name)!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
@@ -77,8 +85,11 @@ class LlamaConfig:
                 f"hidden_act {self.hidden_act!r} is not supported; known: {', '.join(ACTIVATIONS)}"
             )
         for token in self.eos_token_ids:
-            if not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise ConfigError(f"eos_token_id {token!r} lies outside the vocabulary of {self.vocab_size}")
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
+                raise ConfigError(
+                    "eos_token_id (that of generation_config.json, where it has one) must lie in the "
+                    f"vocabulary, from 0 to {self.vocab_size - 1}; found {token!r}"
+                )
         try:
             self.rope.check(self.head_dim)
         except ValueError as error:
@@ -113,15 +124,21 @@ class LlamaConfig:
 
         heads = required("num_attention_heads")
         hidden = required("hidden_size")
+        positions = config.get("max_position_embeddings", 2048)
+        for name, value in (
+            ("num_attention_heads", heads),
+            ("hidden_size", hidden),
+            ("max_position_embeddings", positions),
+        ):
+            check_size(name, value)
         head_dim = config.get("head_dim")
         if head_dim is None:
-            if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
+            if hidden % heads:
                 raise ConfigError(
                     f"hidden_size ({hidden}) must be a multiple of num_attention_heads ({heads}) "
                     "where head_dim is not given"
                 )
             head_dim = hidden // heads
-        positions = config.get("max_position_embeddings", 2048)
         try:
             rope = RopeConfig.from_hf(config)
         except ValueError as error:
@@ -138,11 +155,11 @@ class LlamaConfig:
             head_dim=head_dim,
             max_position_embeddings=positions,
             rope=rope,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             hidden_act=config.get("hidden_act", "silu"),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            tie_word_embeddings=config.get("tie_word_embeddings", False),
+            attention_bias=config.get("attention_bias", False),
+            mlp_bias=config.get("mlp_bias", False),
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
         )
 
@@ -157,12 +174,19 @@ class LlamaConfig:
           ConfigError: a type or parameter that is not known, or one that is missing.
         """
         try:
+            if isinstance(rope_scaling, Mapping):
+                rope_scaling = {"rope_theta": self.rope.rope_theta, **rope_scaling}
             rope = RopeConfig.from_hf(
-                {
-                    "rope_scaling": {"rope_theta": self.rope.rope_theta, **rope_scaling},
-                    "max_position_embeddings": self.max_position_embeddings,
-                }
+                {"rope_scaling": rope_scaling, "max_position_embeddings": self.max_position_embeddings}
             )
         except ValueError as error:
             raise ConfigError(f"rope_scaling: {error}") from error
         return dataclasses.replace(self, rope=rope)
+
+
+def check_size(name: str, value: Any, largest: int = LARGEST) -> None:
+    """Raises ConfigError unless a setting is an integer from 1 to `largest`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, found {value!r}")
+    if value > largest:
+        raise ConfigError(f"{name} must be at most {largest}, found {value}")

@@ -21,6 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+LARGEST = 2**31 - 1
+"""The largest size or position: they are int32 on the device."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
@@ -50,7 +53,8 @@ class RopeConfig:
         Raises:
           ValueError: an unknown type or parameter, or a parameter of the wrong kind.
         """
-        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        given = [config.get(name) for name in ("rope_scaling", "rope_parameters")]
+        scaling = next((value for value in given if value is not None and value != {}), {})
         if not isinstance(scaling, Mapping):
             raise ValueError(
                 f'expected an object such as {{"rope_type": "yarn", "factor": 4.0}}, found {scaling!r}'
@@ -68,40 +72,34 @@ class RopeConfig:
         values.setdefault("original_max_position_embeddings", positions)
         values["max_position_embeddings"] = positions
 
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(values) - known):
+        known = {field.name for field in dataclasses.fields(cls)} - {"max_position_embeddings"}
+        if unknown := sorted(set(scaling) - known - {"type"}, key=str):
             raise ValueError(f"unknown parameter {unknown[0]!r}; known: {', '.join(sorted(known))}")
-        for name, value in values.items():
-            if name in ("short_factor", "long_factor"):
-                if not isinstance(value, (list, tuple)) or not all(_is_number(v) for v in value):
-                    raise ValueError(f"{name} must be a list of numbers, found {value!r}")
-                values[name] = tuple(float(v) for v in value)
-            elif name not in ("rope_type", "truncate") and not _is_number(value):
-                raise ValueError(f"{name} must be a number, found {value!r}")
+        for name in ("short_factor", "long_factor"):
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
         return cls(**values)
 
     def check(self, head_dim: int) -> None:
-        """Raises ValueError where this variant lacks a parameter that it needs."""
-        if self.rope_type not in VARIANTS:
+        """Raises ValueError for a parameter that is missing, of the wrong kind or out of range."""
+        if not isinstance(self.rope_type, str) or self.rope_type not in VARIANTS:
             raise ValueError(f"rope_type {self.rope_type!r} is not known; known: {', '.join(VARIANTS)}")
+        self._check_kinds()
         for name in VARIANTS[self.rope_type].needs:
             if getattr(self, name) is None:
                 raise ValueError(f"rope_type {self.rope_type!r} needs {name}")
         room_given = self.original_max_position_embeddings < self.max_position_embeddings
         if self.rope_type == "yarn" and self.factor is None and not room_given:
             raise ValueError("rope_type 'yarn' needs factor")
-        if self.rope_type == "llama3" and not (self.low_freq_factor or 0) < (self.high_freq_factor or 0):
+        if self.rope_type == "default" and self.factor not in (None, 1):
             raise ValueError(
-                f"low_freq_factor ({self.low_freq_factor}) must be below high_freq_factor ({self.high_freq_factor})"
+                f"rope_type 'default' takes no factor, found {self.factor}; choose another rope_type: "
+                + ", ".join(VARIANTS)
             )
-        if self.rope_theta <= 0:
-            raise ValueError(f"rope_theta must be positive, found {self.rope_theta}")
-        if self.factor is not None and self.factor <= 0:
-            raise ValueError(f"factor must be positive, found {self.factor}")
-        if self.original_max_position_embeddings < 1:
-            raise ValueError(
-                f"original_max_position_embeddings must be positive, found {self.original_max_position_embeddings}"
-            )
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least is not None and most is not None and not least < most:
+                raise ValueError(f"{low} ({least}) must be below {high} ({most})")
         for name in ("short_factor", "long_factor"):
             factors = getattr(self, name)
             if factors is not None and len(factors) != head_dim // 2:
@@ -115,6 +113,44 @@ class RopeConfig:
             raise ValueError(
                 f"partial_rotary_factor {self.partial_rotary_factor} is not supported by rope_type {self.rope_type!r}"
             )
+        self._check_frequencies(head_dim)
+
+    def _check_kinds(self) -> None:
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if value is None or name == "rope_type":
+                continue
+            if name == "truncate":
+                if not isinstance(value, bool):
+                    raise ValueError(f"{name} must be true or false, found {value!r}")
+            elif name in ("short_factor", "long_factor"):
+                if not isinstance(value, tuple) or not all(is_number(v) and v > 0 for v in value):
+                    raise ValueError(f"{name} must be a list of positive numbers, found {value!r}")
+            elif name.endswith("max_position_embeddings"):
+                if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= LARGEST:
+                    raise ValueError(f"{name} must be an integer from 1 to {LARGEST}, found {value!r}")
+            elif not is_number(value):
+                raise ValueError(f"{name} must be a number, found {value!r}")
+            elif name in ("rope_theta", "factor", "attention_factor") and value <= 0:
+                raise ValueError(f"{name} must be positive, found {value!r}")
+            elif name == "partial_rotary_factor" and not 0 < value <= 1:
+                raise ValueError(f"{name} must be above 0 and at most 1, found {value!r}")
+
+    def _check_frequencies(self, head_dim: int) -> None:
+        """What no rule above foresees would be NaN in every logit."""
+        for length in (1, self.max_position_embeddings, self.max_positions()):
+            try:
+                with np.errstate(over="raise", divide="raise", invalid="raise"):
+                    inverse, factor = self.frequencies(head_dim, length)
+                usable = np.all(np.isfinite(inverse)) and np.all(inverse >= 0) and is_number(factor)
+            except (ArithmeticError, ValueError):  # math.log of zero or less
+                usable = False
+            if not usable or factor <= 0:
+                given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+                raise ValueError(
+                    "these parameters together give no finite positive frequencies: "
+                    + ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+                )
 
     def max_positions(self) -> int:
         """The positions that the scaling makes room for: factor times the original ones."""
@@ -153,8 +189,9 @@ def rotate(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    """A number that float32 holds; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 3e38
 
 
 def _powers(theta: float, dim: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
     CHECKPOINT/
       params/                 one Orbax checkpoint: {"layers.0.self_attn.q_proj.kernel": array, ...}
+      checksums.json          the CRC-32 of every file in params/
       config.json             Hugging Face's, unchanged, as are the others
       generation_config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja, ...
 
@@ -11,10 +12,13 @@ renamed when it is complete; config.json comes last, so that an interrupted one 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +32,14 @@ from orbax.checkpoint import type_handlers
 from rajax.models import ConfigError, Llama, LlamaConfig
 
 PARAMS = "params"
+CHECKSUMS = "checksums.json"
+PARTIAL = ".partial"
+"""Ends the name of a checkpoint that is not complete."""
+
 DTYPES = ("float32", "bfloat16", "float16")
+
+READ_AT_ONCE = 4
+"""Parameters read at a time: enough to keep decompression busy, and memory stays at one model and these."""
 
 
 class CheckpointError(ValueError):
@@ -70,6 +81,7 @@ def load(
     """
     path = Path(path)
     config = read_config(path)
+    _check_path(path)
     if not (path / PARAMS).is_dir():
         if list(path.glob("*.safetensors")):
             raise CheckpointError(
@@ -81,15 +93,16 @@ def load(
     if dtype is None and jax.default_backend() == "cpu":
         dtype = "float32"
     if dtype is not None:
-        dtype = jnp.dtype(dtype)
-        if dtype.name not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; found {dtype.name}")
+        dtype = _dtype(dtype)
+    _check_files(path)
 
     graph, state = nnx.split(abstract_model(config))
     expected = {name: leaf for name, leaf in _named(state)}
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     try:
-        with ocp.PyTreeCheckpointer() as checkpointer:
+        with _checkpointer(
+            {jax.Array: _BatchHandler(), np.ndarray: type_handlers.NumpyHandler()}
+        ) as checkpointer:
             stored = _stored_shapes(checkpointer, path / PARAMS)
             _check_names(path, stored, {name: leaf.shape for name, leaf in expected.items()})
             restore_args = {name: ocp.ArrayRestoreArgs(dtype=dtype, sharding=device) for name in expected}
@@ -107,7 +120,10 @@ def load(
 
 
 def save(
-    path: Path, tensors: Mapping[str, LazyTensor], files: Mapping[str, str], on_tensor: Callable[[str], None]
+    path: Path,
+    tensors: Mapping[str, LazyTensor],
+    files: Mapping[str, bytes],
+    on_tensor: Callable[[str], None],
 ) -> None:
     """Writes a checkpoint, a tensor at a time, and only then gives it its name.
 
@@ -119,35 +135,54 @@ def save(
 
     Raises:
       FileExistsError: `path` exists and is not an empty directory.
+      CheckpointError: `path` cannot hold a checkpoint.
       Whatever reading a tensor or writing a file raises. Nothing is left behind then.
     """
-    path = path.absolute()
-    check_free(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir()
+    path = check_free(path)
+    # A directory that is there already may be a mount point or where a shell stands: it has to stay.
+    stays = path.exists()
+    made = [parent for parent in path.parents if not parent.exists()]
+    temporary = path / PARTIAL if stays else path.with_name(f"{path.name[:200]}{PARTIAL}-{os.getpid()}")
     try:
-        handler = _LazyHandler({id(t): name for name, t in tensors.items()}, on_tensor)
-        kinds = {type(tensor) for tensor in tensors.values()}
-        registry = type_handlers.create_type_handler_registry(
-            *((kind, handler) for kind in kinds), (jax.Array, type_handlers.ArrayHandler())
-        )
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
-            checkpointer.save(temporary / PARAMS, args=ocp.args.PyTreeSave(dict(tensors)))
-        for name in sorted(files, key=lambda name: name == "config.json"):
-            (temporary / name).write_text(files[name], encoding="utf-8")
-        os.replace(temporary, path)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        _write_params(temporary / PARAMS, tensors, on_tensor)
+        checksums = json.dumps(_checksums(temporary / PARAMS), indent=0).encode()
+        files = {CHECKSUMS: checksums, **files}
+        names = sorted(files, key=lambda name: name == "config.json")
+        for name in names:
+            (temporary / name).write_bytes(files[name])
+        check_free(path)
+        if stays:
+            for name in (PARAMS, *names):
+                os.rename(temporary / name, path / name)
+            temporary.rmdir()
+        else:
+            os.rename(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        for parent in made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
         raise
 
 
-def check_free(path: Path) -> None:
-    """Raises FileExistsError unless `path` can become a new checkpoint."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+def check_free(path: Path) -> Path:
+    """The real path of a checkpoint that can be made.
+
+    Raises:
+      FileExistsError: it exists and is not an empty directory, or a file is in its place or above it.
+      CheckpointError: a path that TensorStore would take for another one.
+    """
+    path = Path(os.path.realpath(path))
+    _check_path(path)
+    for parent in path.parents:
+        if parent.exists() and not parent.is_dir():
+            raise FileExistsError(f"{parent} is not a directory, so {path} cannot be made")
+    # What an interrupted conversion has left is no obstacle.
+    if path.exists() and (not path.is_dir() or any(p.name != PARTIAL for p in path.iterdir())):
         raise FileExistsError(f"{path} exists and is not an empty directory; remove it or choose another")
+    return path
 
 
 def read_config(path: Path) -> LlamaConfig:
@@ -173,7 +208,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, found {type(value).__name__}")
@@ -182,7 +217,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def abstract_model(config: LlamaConfig) -> Llama:
     """The model with shapes in place of arrays."""
-    return nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Llama(config, rngs=_OneKey()))  # type: ignore[arg-type]
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
@@ -197,7 +232,88 @@ def _named(state: Any) -> Iterator[tuple[str, Any]]:
         yield ".".join(str(k) for k in keys if k not in (None, "value", ".value")), leaf
 
 
-def _stored_shapes(checkpointer: ocp.PyTreeCheckpointer, path: Path) -> dict[str, tuple[int, ...]]:
+class _OneKey:
+    """Stands in for `nnx.Rngs`, whose counter would make tracing quadratic in the layers."""
+
+    def params(self) -> jax.Array:
+        return jax.random.key(0)
+
+
+def _dtype(dtype: Any) -> np.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; found {dtype!r}")
+    return found
+
+
+def _check_path(path: Path) -> None:
+    """TensorStore reads a backslash as a slash, and Orbax a part that ends in a colon as a URL's scheme."""
+    for part in path.absolute().parts:
+        if "\\" in part or part.endswith(":"):
+            raise CheckpointError(
+                f"{path}: a checkpoint is a local directory, and no part of its path may hold a backslash or "
+                f"end in a colon; found {part!r}"
+            )
+
+
+def _checksums(directory: Path) -> dict[str, int]:
+    """The CRC-32 of every file below a directory, by its path there."""
+
+    def crc32(file: Path) -> int:
+        value = 0
+        with file.open("rb") as source:
+            while piece := source.read(1 << 20):
+                value = zlib.crc32(piece, value)
+        return value
+
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    with ThreadPoolExecutor() as pool:
+        return {
+            file.relative_to(directory).as_posix(): value
+            for file, value in zip(files, pool.map(crc32, files), strict=True)
+        }
+
+
+def _check_files(path: Path) -> None:
+    """Finds damage that the format would not: a changed byte in stored weights only makes them others."""
+    if not (path / CHECKSUMS).exists():
+        return
+    try:
+        found = _checksums(path / PARAMS)
+    except OSError as error:
+        raise CheckpointError(f"{path / PARAMS} cannot be read: {error}") from error
+    for name, value in read_json(path / CHECKSUMS).items():
+        if name not in found:
+            raise CheckpointError(f"{path / PARAMS / name} is missing; convert the model again")
+        if found[name] != value:
+            raise CheckpointError(f"{path / PARAMS / name} is damaged; convert the model again")
+
+
+def _write_params(path: Path, tensors: Mapping[str, LazyTensor], on_tensor: Callable[[str], None]) -> None:
+    writer = _LazyHandler({id(t): name for name, t in tensors.items()}, on_tensor)
+    kinds = {type(tensor) for tensor in tensors.values()}
+    with _checkpointer(
+        {**dict.fromkeys(kinds, writer), jax.Array: type_handlers.ArrayHandler()}
+    ) as checkpointer:
+        checkpointer.save(path, args=ocp.args.PyTreeSave(dict(tensors)))
+
+
+def _checkpointer(handlers: Mapping[type, Any]) -> ocp.Checkpointer:
+    """Orbax's, with a directory per parameter and these handlers of kinds of parameters.
+
+    Orbax's other format, OCDBT, is merged from parts that Orbax searches for with a pattern. It takes brackets
+    in the path for a part of the pattern, finds nothing then, and writes a checkpoint without parameters.
+    """
+    registry = type_handlers.create_type_handler_registry(*handlers.items())
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, type_handler_registry=registry)
+    handler.finalize = lambda directory: None  # there is nothing to merge, of which Orbax would warn
+    return ocp.Checkpointer(handler)
+
+
+def _stored_shapes(checkpointer: ocp.Checkpointer, path: Path) -> dict[str, tuple[int, ...]]:
     metadata = checkpointer.metadata(path.absolute()).item_metadata
     return {name: tuple(leaf.shape) for name, leaf in dict(metadata).items()}
 
@@ -216,6 +332,17 @@ def _check_names(
             raise CheckpointError(
                 f"{path}: {name} has shape {stored[name]}, config.json asks for {tuple(shape)}"
             )
+
+
+class _BatchHandler(type_handlers.ArrayHandler):
+    """Orbax's handler of JAX arrays, which by itself would have all of a model in flight at once."""
+
+    async def deserialize(self, infos, args=None):
+        arrays: list[jax.Array] = []
+        for start in range(0, len(infos), READ_AT_ONCE):
+            batch = slice(start, start + READ_AT_ONCE)
+            arrays += await super().deserialize(infos[batch], None if args is None else args[batch])
+        return arrays
 
 
 class _LazyHandler(type_handlers.NumpyHandler):

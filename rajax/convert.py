@@ -6,6 +6,7 @@ Tensors go through one at a time: the model is never whole in memory. No torch.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,9 @@ FILES = (
 )
 """What a checkpoint keeps of a Hugging Face directory, unchanged."""
 
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+"""Endings of weights that are Python code as well; they are never opened."""
+
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -64,7 +68,10 @@ class SafeTensor:
 
 
 def convert(
-    hf_dir: Path, out_dir: Path, *, on_tensor: Callable[[str, int, int], None] | None = None
+    hf_dir: str | os.PathLike[str],
+    out_dir: str | os.PathLike[str],
+    *,
+    on_tensor: Callable[[str, int, int], None] | None = None,
 ) -> LlamaConfig:
     """Writes the checkpoint of a Hugging Face Llama directory.
 
@@ -81,15 +88,16 @@ def convert(
       ConfigError: not a Llama, or a setting that is not supported.
       FileExistsError: `out_dir` exists and is not empty.
     """
+    hf_dir, out_dir = Path(hf_dir), Path(out_dir)
     if not hf_dir.is_dir():
         raise CheckpointError(
             f"{hf_dir} is not a directory; for a model on the Hugging Face hub download it first: "
             f"hf download {hf_dir} --local-dir DIR"
         )
     config = read_config(hf_dir)
-    check_free(out_dir.absolute())
+    check_free(out_dir)
     tensors = find_tensors(hf_dir, config)
-    files = {name: (hf_dir / name).read_text(encoding="utf-8") for name in FILES if (hf_dir / name).exists()}
+    files = {name: _read_file(hf_dir / name) for name in FILES if (hf_dir / name).exists()}
     done = 0
 
     def report(name: str) -> None:
@@ -110,8 +118,6 @@ def find_tensors(hf_dir: Path, config: LlamaConfig) -> dict[str, SafeTensor]:
         for tensor in _open_shard(shard):
             name = _rajax_name(tensor.name)
             if name is None:
-                if IGNORED.fullmatch(tensor.name):
-                    continue
                 raise CheckpointError(f"{shard}: extra tensor {tensor.name}, which no Llama has")
             path, transposed = name
             if path == "lm_head.kernel" and config.tie_word_embeddings:
@@ -142,23 +148,37 @@ def _rajax_name(hf_name: str) -> tuple[str, bool] | None:
     return None
 
 
+def _read_file(path: Path) -> bytes:
+    """What a checkpoint keeps unchanged; damage shows now rather than when the checkpoint is used."""
+    try:
+        content = path.read_bytes()
+        content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not readable text: {error}") from error
+    if path.suffix == ".json":
+        read_json(path)
+    return content
+
+
 def _shards(hf_dir: Path) -> list[Path]:
-    index = hf_dir / "model.safetensors.index.json"
+    """The files with the weights; as in transformers, the single one comes first where there is also an index."""
+    index, single = hf_dir / "model.safetensors.index.json", hf_dir / "model.safetensors"
+    if single.exists():
+        return [single]
     if index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise CheckpointError(f"{index} has no weight_map from tensor names to files")
-        shards = [hf_dir / Path(name).name for name in sorted(set(weight_map.values()))]
-        for shard in shards:
-            if not shard.exists():
-                raise CheckpointError(f"{shard} is missing; {index.name} names it")
-        return shards
-    single = hf_dir / "model.safetensors"
-    if single.exists():
-        return [single]
-    if list(hf_dir.glob("*.bin")):
+        names = sorted(set(weight_map.values()))
+        for name in names:
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise CheckpointError(f"{index} may name only *.safetensors files beside it, found {name!r}")
+            if not os.path.isfile(hf_dir / name):
+                raise CheckpointError(f"{hf_dir / name} is missing; {index.name} names it")
+        return [hf_dir / name for name in names]
+    if pickled := sorted(p.name for p in hf_dir.iterdir() if p.suffix in PICKLED):
         raise CheckpointError(
-            f"{hf_dir} has only pickled weights (*.bin); save the model as safetensors first"
+            f"{hf_dir} has only pickled weights ({pickled[0]}); save the model as safetensors first"
         )
     raise CheckpointError(f"{hf_dir} has neither model.safetensors nor model.safetensors.index.json")
 
@@ -168,6 +188,8 @@ def _open_shard(path: Path) -> list[SafeTensor]:
     try:
         with safe_open(path, "np") as shard:
             for name in shard.keys():  # noqa: SIM118 - not a dict
+                if IGNORED.fullmatch(name):
+                    continue
                 piece: Any = shard.get_slice(name)
                 dtype = DTYPES.get(piece.get_dtype())
                 if dtype is None:

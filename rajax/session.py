@@ -66,6 +66,7 @@ class Session:
         self._leaves, treedef = jax.tree.flatten(state)
         self._static = (graph, treedef)
         self._active = np.ones(len(lengths), bool)
+        self._seen, self._capacity = np.array(lengths), np.array(capacity)
         self._parts: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in range(config.num_hidden_layers)]
         self._cache: StaticZone | None = None
 
@@ -130,22 +131,28 @@ class Session:
         """Appends one token per sequence; returns the logits [B, V] for the next.
 
         Raises:
+          ValueError: a sequence that has not ended is at its capacity.
           Whatever the host path raised, as it was; the session is then of no further use.
         """
         assert self._cache is not None, "prefill comes before step"
+        # A copy: the step may still read it when `end` changes it.
+        active = self._active.copy()
+        if full := np.flatnonzero(active & (self._seen >= self._capacity)).tolist():
+            raise ValueError(f"sequence {full[0]} is at its capacity of {self._capacity[full[0]]} tokens")
+        self._seen += active
         handle = np.int32(0 if self.store is None else self.store.handle)
         logits, new = _decode_step(
             self._static,
             self._leaves,
             self._cache,
             jnp.asarray(tokens, jnp.int32),
-            self._active,
+            active,
             self.rope,
             handle,
             zone=self.zone,
             offload=self.store is not None,
         )
-        self._cache = _append(self._cache, new, self._active, zone=self.zone)
+        self._cache = _append(self._cache, new, active, zone=self.zone)
         if self.store is not None:
             logits.block_until_ready()
             self.store.raise_failure()

@@ -11,9 +11,11 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
+import jinja2.utils
 import tokenizers
-import tokenizers.decoders
 
 from rajax.checkpoint import CheckpointError, read_json
 
@@ -38,7 +40,15 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text; with `add_special_tokens` also those that the model expects around one."""
+        """The tokens of a text; with `add_special_tokens` also those that the model expects around one.
+
+        Raises:
+          ValueError: half of a surrogate pair, which is no text. Python reads bytes that are no UTF-8 as such.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text is not valid Unicode: {error}") from error
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -46,9 +56,27 @@ class Tokenizer:
         return self.backend.decode([int(t) for t in tokens], skip_special_tokens=skip_special_tokens)
 
     def decode_stream(self) -> Callable[[int], str]:
-        """A function from each next token to the text that it completes, which may be empty."""
-        decoder = tokenizers.decoders.DecodeStream(skip_special_tokens=True)
-        return lambda token: decoder.step(self.backend, int(token)) or ""
+        """A function from each next token to the text that it completes, which may be empty.
+
+        `tokenizers.decoders.DecodeStream` is not it: some tokens that spell no UTF-8, as a model may well make
+        them, end it with an exception.
+        """
+        window: list[
+            int
+        ] = []  # tokens whose text is out, for what they say about spaces, and those held back
+        shown = 0
+
+        def step(token: int) -> str:
+            nonlocal window, shown
+            window.append(int(token))
+            before, now = self.decode(window[:shown]), self.decode(window)
+            # The replacement character may be the beginning of a character whose other bytes are to come.
+            if len(now) <= len(before) or now.endswith("\ufffd"):
+                return ""
+            window, shown = window[shown:], len(window) - shown
+            return now[len(before) :]
+
+        return step
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
@@ -64,19 +92,22 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise ChatTemplateError("this checkpoint has no chat template; give a plain prompt instead")
-        # The same environment as transformers', so that templates find what they were written for.
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
-            return environment.from_string(self.chat_template).render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special_tokens
+            return (
+                _environment()
+                .from_string(self.chat_template)
+                .render(
+                    messages=list(messages),
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **self.special_tokens,
+                )
             )
-        except (jinja2.TemplateError, TypeError, KeyError) as error:
-            raise ChatTemplateError(f"the chat template refused the conversation: {error}") from error
+        except Exception as error:  # a template is a program, and fails in as many ways
+            raise ChatTemplateError(
+                f"the chat template refused the conversation: {type(error).__name__}: {error}"
+            ) from error
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
@@ -105,17 +136,29 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise CheckpointError(f"{file} is not a readable tokenizer: {error}") from error
     backend.no_padding()
     backend.no_truncation()
-    settings = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").exists() else {}
+    settings: dict[str, Any] = {}
+    # Older directories have the special tokens in a file of their own.
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (path / name).exists():
+            settings |= read_json(path / name)
     return Tokenizer(backend, _chat_template(path, settings), _special_tokens(settings))
 
 
 def _chat_template(path: Path, settings: Mapping[str, Any]) -> str | None:
-    if (path / "chat_template.jinja").exists():
-        return (path / "chat_template.jinja").read_text(encoding="utf-8")
+    file = path / "chat_template.jinja"
+    if file.exists():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file} is not readable text: {error}") from error
     template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {t.get("name"): t.get("template") for t in template}
-        return named.get("default")
+    if isinstance(template, list) and all(isinstance(t, dict) for t in template):
+        template = {t.get("name"): t.get("template") for t in template}.get("default")
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(
+            f"{path / 'tokenizer_config.json'}: chat_template must be text or a list of named ones, "
+            f"found {type(template).__name__}"
+        )
     return template
 
 
@@ -130,9 +173,55 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """The same as transformers', so that templates find what they were written for, and nothing else."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals["namespace"] = _Namespace
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tag around what an assistant says, which only training asks for."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(
+            parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
+        )
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """A template's variables, but none under Python's own names, by which the sandbox knows objects."""
+
+    def __init__(self, /, *args: Any, **kwargs: Any):
+        super().__init__()
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise jinja2.sandbox.SecurityError(f"a namespace may not hold {name!r}")
+        super().__setitem__(name, value)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own filter escapes HTML, which a prompt must not.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> None:

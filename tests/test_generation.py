@@ -10,6 +10,7 @@ from random_llama import random_llama, random_tokens
 
 import rajax
 from rajax.generation import DEFAULT_MAX_NEW_TOKENS
+from rajax.session import Session, prefill
 
 TEXT = random_tokens(0, 30)[0]
 
@@ -171,3 +172,14 @@ def test_bfloat16_stays_near_float32():
     for settings in ({}, {"retrieval": rajax.RetrievalConfig(sink_tokens=2, window=8), "decode_from": 20}):
         rounded = rajax.logits(low, text, **settings)[0]
         assert np.corrcoef(full.ravel(), rounded.ravel())[0, 1] > 0.99
+
+
+def test_a_session_does_not_outgrow_its_capacity(model):
+    with Session(model, [5, 3], [6, 9], None) as session:
+        prefill(model, random_tokens(6, 5, 3), [session])
+        session.finish_prefill()
+        session.step([1, 2])
+        with pytest.raises(ValueError, match="sequence 0 is at its capacity of 6 tokens"):
+            session.step([1, 2])
+        session.end(0)
+        session.step([1, 2])

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda import lower_for_cuda
 from random_llama import random_llama, random_tokens
 
 import rajax
@@ -347,16 +348,12 @@ def test_the_decode_step_lowers_for_cuda_with_the_kernel_between_submit_and_coll
     cache = StaticZone(zeros, zeros, jnp.array([60, 7], jnp.int32))
     rope = Rope(jnp.ones((2, 8)), jnp.ones(2))
 
-    @jax.jit
     def step(leaves, cache, tokens, active, rope):
         return _join((graph, treedef), leaves).decode(
             tokens, cache, active, rope, zone=zone, host=ForeignHostPath()
         )
 
-    # Shapes alone: arrays would bind the program to this machine's CPU.
-    arguments = (leaves, cache, jnp.zeros(2, jnp.int32), jnp.ones(2, bool), rope)
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
-    program = step.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    program = lower_for_cuda(step, leaves, cache, jnp.zeros(2, jnp.int32), jnp.ones(2, bool), rope)
     calls = re.findall(r"submit_to_host|collect_from_host|call @partial_attention_pallas", program)
     assert calls == ["submit_to_host", "call @partial_attention_pallas", "collect_from_host"] * layers
     assert "triton" in program

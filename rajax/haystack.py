@@ -11,6 +11,10 @@ from rajax.tokenizer import Tokenizer
 CITIES = ("Lisbon", "Oslo", "Nairobi", "Kyoto", "Lima", "Tallinn", "Cork", "Perth")
 
 
+NEEDLE = "The telephone number of the town hall of {city} is {number}."
+QUESTION = "What is the telephone number of the town hall of {city}?"
+
+
 @dataclasses.dataclass(frozen=True)
 class Haystack:
     """A prompt with a needle.
@@ -54,24 +58,22 @@ def haystack(tokenizer: Tokenizer, length: int, *, depth: float, seed: int = 0) 
         raise ValueError(f"depth must be from 0 to 1, found {depth}")
     draw = random.Random(seed)
     city, number = draw.choice(CITIES), str(draw.randrange(1_000_000, 10_000_000))
-    needle = f"The magic number that belongs to {city} is {number}. "
-    question = f"What is the magic number that belongs to {city}?"
+    needle, question = NEEDLE.format(city=city, number=number), QUESTION.format(city=city)
 
     def chat(text: str) -> list[int]:
         return tokenizer.apply_chat_template([{"role": "user", "content": f"{text}\n\n{question}"}])
 
     sentences = re.split(r"(?<=\.)\s", prose())
     start = draw.randrange(len(sentences))
-    sentences = [f"{s} " for s in sentences[start:] + sentences[:start]]
     room = length - len(chat(needle))
     chosen: list[str] = []
-    for sentence in sentences:
-        size = len(tokenizer.encode(sentence, add_special_tokens=False))
+    for sentence in sentences[start:] + sentences[:start]:
+        size = len(tokenizer.encode(f" {sentence}", add_special_tokens=False))
         if size <= room:
             chosen.append(sentence)
             room -= size
         if room < 8:
             break
     at = round(depth * len(chosen))
-    tokens = chat("".join(chosen[:at]) + needle + "".join(chosen[at:]))
+    tokens = chat(" ".join([*chosen[:at], needle, *chosen[at:]]))
     return Haystack(tokens, number, question)

@@ -115,6 +115,8 @@ def generate(
     Raises:
       ValueError: an empty prompt, a token id outside the vocabulary, more positions than the model has, or
         a setting out of range.
+      TypeError: an argument of the wrong kind.
+      Whatever the host path raises, as it was; the next call works.
     """
     run = _run(params, tokens, max_new_tokens, retrieval, sampling, stop, key, on_prefill)
     while True:
@@ -182,6 +184,9 @@ def logits(
       ValueError: as `generate`.
     """
     prompts = check_tokens(tokens, params)
+    _check_type(
+        "retrieval", retrieval, RetrievalConfig | None, "a RetrievalConfig, or None for dense attention"
+    )
     _check_positions(prompts, 0, params)
     longest = max(len(p) for p in prompts)
     if decode_from is None:
@@ -210,8 +215,10 @@ def check_tokens(tokens: Tokens, params: Llama) -> list[np.ndarray]:
 
     Raises:
       ValueError: no prompt, an empty one, or a token id outside the vocabulary.
-      TypeError: something other than integers.
+      TypeError: something other than integers, or `params` that are no model.
     """
+    if not isinstance(params, Llama):
+        raise TypeError(f"params must be a model from rajax.load, found {type(params).__name__}")
     if isinstance(tokens, str) or (len(tokens) and isinstance(tokens[0], str)):
         raise TypeError(
             "tokens must be token ids, found text; encode it with rajax.load_tokenizer(path).encode"
@@ -239,6 +246,11 @@ def check_tokens(tokens: Tokens, params: Llama) -> list[np.ndarray]:
     return prompts
 
 
+def _check_type(name: str, value: object, kind: Any, words: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {words}; found {value!r}")
+
+
 def _check_positions(prompts: Sequence[np.ndarray], new_tokens: int, params: Llama) -> None:
     limit = params.config.max_positions
     for i, prompt in enumerate(prompts):
@@ -262,6 +274,10 @@ def _run(
 ) -> Generator[tuple[int, int], None, Generation]:
     """Checks the arguments at once; the generator it returns yields (sequence, token)."""
     prompts = check_tokens(tokens, params)
+    _check_type(
+        "retrieval", retrieval, RetrievalConfig | None, "a RetrievalConfig, or None for dense attention"
+    )
+    _check_type("sampling", sampling, Sampling, "a Sampling")
     if max_new_tokens is None:
         room = params.config.max_positions - max(len(p) for p in prompts)
         max_new_tokens = max(1, min(DEFAULT_MAX_NEW_TOKENS, room))

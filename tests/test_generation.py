@@ -128,6 +128,8 @@ def test_the_answer_may_fill_the_models_positions(model):
         ([1] * 513, {}, ValueError, "513 tokens and 6 new ones, past the model's 512 positions"),
         ([1] * 510, {}, ValueError, "510 tokens and 6 new ones, past the model's 512 positions"),
         ([1], {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, found 0"),
+        ([1], {"retrieval": True}, TypeError, "retrieval must be a RetrievalConfig, or None .*; found True"),
+        ([1], {"sampling": None}, TypeError, "sampling must be a Sampling; found None"),
         ([1], {"stop": [64]}, ValueError, "stop token 64 lies outside the vocabulary of 64"),
     ],
 )
@@ -137,6 +139,12 @@ def test_bad_requests_are_refused_before_any_work(model, tokens, settings, error
     if len(tokens) < 513:
         with pytest.raises((ValueError, TypeError)):
             rajax.stream(model, tokens, **{"max_new_tokens": 6, **settings})
+
+
+def test_params_must_be_a_model():
+    for call in (rajax.generate, rajax.stream, rajax.logits):
+        with pytest.raises(TypeError, match=r"params must be a model from rajax\.load, found str"):
+            call("checkpoint", [1])
 
 
 def test_a_full_prompt_is_refused_also_by_default(model):

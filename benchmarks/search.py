@@ -114,7 +114,7 @@ def main() -> None:
             index.leaves_to_search = max(1, round(index.leaves * share))
         results = [measure(i, q, k, args.top_k, groups) for i, (q, k) in zip(indexes, heads, strict=True)]
         row(f"scann, {share:.0%} of leaves", results, build)
-    Console().print(table)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ per key/value head, `H` head dim.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -34,27 +36,31 @@ def prefill_attention(
     length = q.shape[3]
     rows = start + jnp.arange(length)
 
-    def step(i, carry):
+    def step(i, carry, *, masked: bool):
         numerator, denominator, top = carry
         k = jax.lax.dynamic_slice_in_dim(keys, i * block, block, axis=2)
         v = jax.lax.dynamic_slice_in_dim(values, i * block, block, axis=2)
         scores = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32)
-        columns = i * block + jnp.arange(block)
-        # Key 0 is seen by every row in the first step, so `top` is finite from there on.
-        scores = jnp.where(columns[None, :] <= rows[:, None], scores, -jnp.inf)
+        if masked:
+            columns = i * block + jnp.arange(block)
+            scores = jnp.where(columns[None, :] <= rows[:, None], scores, -jnp.inf)
+        # Every row sees key 0, which is in the first step, so `top` is finite from there on.
         new_top = jnp.maximum(top, scores.max(-1))
         rescale = jnp.exp(top - new_top)
         weights = jnp.exp(scores - new_top[..., None])
-        added = jnp.einsum(
-            "bkgts,bksh->bkgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-        )
+        added = jnp.einsum("bkgts,bksh->bkgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return numerator * rescale[..., None] + added, denominator * rescale + weights.sum(-1), new_top
 
-    empty = (
+    carry = (
         jnp.zeros(q.shape, jnp.float32),
         jnp.zeros(q.shape[:-1], jnp.float32),
         jnp.full(q.shape[:-1], -jnp.inf, jnp.float32),
     )
+    # Blocks that end before `start` need no mask, and a mask costs a pass over the scores.
+    seen_by_all = start // block
     blocks = (start + length + block - 1) // block
-    numerator, denominator, _ = jax.lax.fori_loop(0, blocks, step, empty)
+    carry = jax.lax.fori_loop(0, seen_by_all, functools.partial(step, masked=False), carry)
+    numerator, denominator, _ = jax.lax.fori_loop(
+        seen_by_all, blocks, functools.partial(step, masked=True), carry
+    )
     return numerator / denominator[..., None]

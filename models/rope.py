@@ -54,7 +54,7 @@ class RopeConfig:
           ValueError: an unknown type or parameter, or a parameter of the wrong kind.
         """
         given = [config.get(name) for name in ("rope_scaling", "rope_parameters")]
-        scaling = next((value for value in given if value is not None and value != {}), {})
+        scaling: Any = next((value for value in given if value is not None and value != {}), {})
         if not isinstance(scaling, Mapping):
             raise ValueError(
                 f'expected an object such as {{"rope_type": "yarn", "factor": 4.0}}, found {scaling!r}'

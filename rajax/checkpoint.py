@@ -12,6 +12,7 @@ renamed when it is complete; config.json comes last, so that an interrupted one 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -34,7 +35,7 @@ from rajax.models import ConfigError, Llama, LlamaConfig
 PARAMS = "params"
 CHECKSUMS = "checksums.json"
 PARTIAL = ".partial"
-"""Ends the name of a checkpoint that is not complete."""
+"""In the name of a checkpoint that is not complete."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -112,8 +113,9 @@ def load(
     except CheckpointError:
         raise
     except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file
+        cause = f"{error.__cause__ or error}".split("\n")[0]
         raise CheckpointError(
-            f"{path / PARAMS} cannot be read; convert the model again. Cause: {error}"
+            f"{path / PARAMS} cannot be read; convert the model again. Cause: {cause}"
         ) from error
     leaves = [arrays[name] for name, _ in _named(state)]
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
@@ -142,7 +144,7 @@ def save(
     # A directory that is there already may be a mount point or where a shell stands: it has to stay.
     stays = path.exists()
     made = [parent for parent in path.parents if not parent.exists()]
-    temporary = path / PARTIAL if stays else path.with_name(f"{path.name[:200]}{PARTIAL}-{os.getpid()}")
+    temporary = path / PARTIAL if stays else path.with_name(f"{path.name[:50]}{PARTIAL}-{os.getpid()}")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -338,10 +340,15 @@ class _BatchHandler(type_handlers.ArrayHandler):
     """Orbax's handler of JAX arrays, which by itself would have all of a model in flight at once."""
 
     async def deserialize(self, infos, args=None):
+        read, pairs = super().deserialize, list(zip(infos, args, strict=True))
         arrays: list[jax.Array] = []
-        for start in range(0, len(infos), READ_AT_ONCE):
-            batch = slice(start, start + READ_AT_ONCE)
-            arrays += await super().deserialize(infos[batch], None if args is None else args[batch])
+        for start in range(0, len(pairs), READ_AT_ONCE):
+            reads = [read([info], [arg]) for info, arg in pairs[start : start + READ_AT_ONCE]]
+            # All are awaited before one's failure is raised: the others would outlive Orbax's event loop.
+            for result in await asyncio.gather(*reads, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    raise result
+                arrays += result
         return arrays
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
+import os
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 if TYPE_CHECKING:
     from rajax.generation import Statistics
@@ -31,23 +36,73 @@ messages = Console(stderr=True)
 INTERRUPTED = 130  # the shell's exit code for Ctrl-C
 
 
+class _Interrupt:
+    """Ctrl-C as KeyboardInterrupt, but not in the middle of an import or a decode step.
+
+    A step calls back from XLA. There the exception would come out as another one or get lost, and a step that
+    is left behind would call a Python that has ended. JAX's libraries end the process when their import fails.
+
+    Attributes:
+      came: Ctrl-C came. It may have been lost, in a destructor, or made into another exception.
+    """
+
+    def __init__(self) -> None:
+        self.came = self._held = False
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """Takes Ctrl-C for the time of the block."""
+        # A shell's background job ignores it, and only the main thread hears of it.
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        ):
+            yield
+            return
+        self.came = self._held = False
+        signal.signal(signal.SIGINT, self._take)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _take(self, *_: object) -> None:
+        self.came = True
+        self.check()
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt where Ctrl-C came."""
+        if self.came and not self._held:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Ctrl-C waits for the end of the block."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        self.check()
+
+
+interrupt = _Interrupt()
+
+
 @app.command()
 def convert(
     hf_dir: Annotated[Path, typer.Argument(help="A Hugging Face Llama directory with safetensors.")],
     out_dir: Annotated[Path, typer.Argument(help="The checkpoint to make; must not exist or be empty.")],
 ) -> None:
     """Convert a Hugging Face Llama to a RAJAX checkpoint."""
-    from rajax import convert as converter
-
-    with _errors(), _progress("converting", "tensors") as advance:
-        config = converter.convert(hf_dir, out_dir, on_tensor=lambda _, done, total: advance(done, total))
-    messages.print(
-        f"{out_dir}: {config.num_hidden_layers} layers, {_parameters(config):,} parameters", highlight=False
-    )
-    if not (out_dir / "tokenizer.json").exists():
-        messages.print(
-            f"note: {hf_dir} has no tokenizer.json, so the checkpoint takes token ids only", style="yellow"
-        )
+    with _errors():
+        with interrupt.held():
+            from rajax import convert as converter
+        with _progress("converting", "tensors") as advance:
+            config = converter.convert(hf_dir, out_dir, on_tensor=lambda _, done, total: advance(done, total))
+        _say(f"{out_dir}: {config.num_hidden_layers} layers, {_parameters(config):,} parameters")
+        if not (out_dir / "tokenizer.json").exists():
+            _say(f"note: {hf_dir} has no tokenizer.json, so the checkpoint takes token ids only", "yellow")
 
 
 @app.command()
@@ -56,30 +111,31 @@ def info(
     context: Annotated[int, typer.Option(help="Tokens of context to size the KV cache for.", min=1)] = 131072,
 ) -> None:
     """Show what a model is, and where its KV cache would live."""
-    from rajax.checkpoint import read_config
-    from rajax.retrieval import RetrievalConfig
-
     with _errors():
+        with interrupt.held():
+            from rajax.checkpoint import read_config
+            from rajax.retrieval import RetrievalConfig
+
         c = read_config(checkpoint)
-    retrieval = RetrievalConfig()
-    per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
-    static = min(context, retrieval.sink_tokens + retrieval.window)
-    rope = c.rope.rope_type + (f", factor {c.rope.factor:g}" if c.rope.factor else "")
-    rows = {
-        "parameters": f"{_parameters(c):,}",
-        "layers": c.num_hidden_layers,
-        "hidden size": f"{c.hidden_size}, MLP {c.intermediate_size}",
-        "query heads": f"{c.num_attention_heads} of {c.head_dim}",
-        "KV heads": c.num_key_value_heads,
-        "vocabulary": c.vocab_size,
-        "positions": f"{c.max_positions:,} ({rope} RoPE, theta {c.rope.rope_theta:g})",
-        "stop tokens": ", ".join(map(str, c.eos_token_ids)) or "none",
-        f"KV at {context:,} tokens": f"{format_bytes(4 * per_token * context)} in float32",
-        "  on the device": f"{format_bytes(4 * per_token * static)} ({static} tokens)",
-        "  on the host": f"{format_bytes(4 * per_token * (context - static))}, and the index",
-    }
-    for name, value in rows.items():
-        print(f"{name:<24}{value}")
+        retrieval = RetrievalConfig()
+        per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
+        static = min(context, retrieval.sink_tokens + retrieval.window)
+        rope = c.rope.rope_type + (f", factor {c.rope.factor:g}" if c.rope.factor else "")
+        rows = {
+            "parameters": f"{_parameters(c):,}",
+            "layers": c.num_hidden_layers,
+            "hidden size": f"{c.hidden_size}, MLP {c.intermediate_size}",
+            "query heads": f"{c.num_attention_heads} of {c.head_dim}",
+            "KV heads": c.num_key_value_heads,
+            "vocabulary": c.vocab_size,
+            "positions": f"{c.max_positions:,} ({rope} RoPE, theta {c.rope.rope_theta:g})",
+            "stop tokens": ", ".join(map(str, c.eos_token_ids)) or "none",
+            f"KV at {context:,} tokens": f"{format_bytes(4 * per_token * context)} in float32",
+            "  on the device": f"{format_bytes(4 * per_token * static)} ({static} tokens)",
+            "  on the host": f"{format_bytes(4 * per_token * (context - static))}, and the index",
+        }
+        for name, value in rows.items():
+            print(f"{name:<24}{value}", flush=True)
 
 
 @app.command()
@@ -107,7 +163,9 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample from the tokens that hold this probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best one's.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="1 changes nothing.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable. [default: random]")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Makes sampling repeatable. [default: random]", min=0, max=2**32 - 1)
+    ] = None,
     rope_scaling: Annotated[
         str | None,
         typer.Option(
@@ -118,21 +176,24 @@ def generate(
 ) -> None:
     """Continue a prompt from --prompt, --prompt-file or stdin; the answer streams to stdout."""
     with _errors():
+        if system is not None and not chat:
+            raise ValueError("--system needs --chat")
         text = _prompt_text(prompt, prompt_file)
         scaling = _parse_rope_scaling(rope_scaling)
-        import rajax
+        with interrupt.held():
+            import rajax.generation
+            import rajax.tokenizer
 
         retrieval = None if dense else rajax.RetrievalConfig(index=index, top_k=retrieve)
         sampling = rajax.Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        params = rajax.load(checkpoint, dtype=dtype, rope_scaling=scaling)
+        # What may be wrong with the prompt shows before the model is loaded.
         tokenizer = rajax.load_tokenizer(checkpoint)
         if chat:
             turns = [{"role": "system", "content": system}] if system is not None else []
             tokens = tokenizer.apply_chat_template([*turns, {"role": "user", "content": text}])
-        elif system is not None:
-            raise ValueError("--system needs --chat")
         else:
             tokens = tokenizer.encode(text)
+        params = rajax.load(checkpoint, dtype=dtype, rope_scaling=scaling)
         answer = stream_answer(
             params,
             tokenizer,
@@ -143,9 +204,9 @@ def generate(
             key=seed,
         )
     if answer is None:
-        messages.print("interrupted", style="yellow")
+        _say("interrupted", "yellow")
         raise typer.Exit(INTERRUPTED)
-    messages.print(summary(answer[1], len(tokens)), highlight=False)
+    _say(summary(answer[1], len(tokens)))
 
 
 @app.command()
@@ -156,29 +217,35 @@ def demo(
     ] = 0.4,
 ) -> None:
     """Ask a real model about a long text, with retrieval and with dense attention."""
-    from rajax import demo as demonstration
-
     with _errors():
-        raise typer.Exit(demonstration.run(length, depth))
+        with interrupt.held():
+            from rajax import demo as demonstration
+        code = demonstration.run(length, depth)
+    raise typer.Exit(code)
 
 
 def stream_answer(
     params: Any, tokenizer: Any, tokens: list[int], **settings: Any
 ) -> tuple[str, Statistics] | None:
     """Prints an answer as it is made; its text and statistics, or None where Ctrl-C ended it."""
-    text = tokenizer.decode_stream()
+    text, printed = tokenizer.decode_stream(), ""
     try:
-        with _progress("prefill", "layers") as advance:
-            from rajax.generation import stream
+        from rajax.generation import stream
 
+        with _progress("prefill", "layers") as advance:
             answer = stream(params, tokens, on_prefill=advance, **settings)
             token = next(answer)
         while True:
-            print(text(token), end="", flush=True)
-            token = next(answer)
+            piece = text(token)
+            print(piece, end="", flush=True)
+            printed += piece
+            with interrupt.held():
+                token = next(answer)
     except StopIteration as done:
-        print()
-        return tokenizer.decode(done.value.tokens[0]), done.value.statistics
+        whole = tokenizer.decode(done.value.tokens[0])
+        # The bytes of a character that the last token left incomplete.
+        print(whole[len(printed) :] if whole.startswith(printed) else "")
+        return whole, done.value.statistics
     except KeyboardInterrupt:
         print()
         return None
@@ -198,32 +265,60 @@ def summary(statistics: Statistics, prompt: int) -> str:
     return " | ".join(parts)
 
 
-def main() -> None:
-    """The `rajax` command."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The `rajax` command, with the process's arguments by default."""
     # Orbax and JAX tell of things that no user of a command can act on.
     logging.getLogger("absl").setLevel(logging.ERROR)
-    app(prog_name="rajax")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that lacks a character is no reason to stop.
+        sys.stdout.reconfigure(errors="replace")
+    sys.unraisablehook = _unraisable
+    try:
+        app(arguments, prog_name="rajax")
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            # What XLA still computes would crash in the middle of Python's own end.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        raise
+
+
+def _unraisable(lost: sys.UnraisableHookArgs) -> None:
+    # Ctrl-C in a destructor; `interrupt` knows that it came.
+    if not isinstance(lost.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
 
 
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
     """Expected failures end the command with their message alone."""
     try:
-        yield
-    except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
-        _fail(f"{error}" or type(error).__name__)
-    except KeyboardInterrupt:
-        messages.print("interrupted", style="yellow")
-        raise typer.Exit(INTERRUPTED) from None
+        with interrupt.caught():
+            yield
+    except (KeyboardInterrupt, Exception) as error:
+        if interrupt.came or isinstance(error, KeyboardInterrupt):
+            _say("interrupted", "yellow")
+            raise typer.Exit(INTERRUPTED) from None
+        if isinstance(error, BrokenPipeError):
+            raise  # whoever reads the answer has enough; Typer ends the command without a word
+        if isinstance(error, (ValueError, TypeError, OSError, RuntimeError, MemoryError)):
+            _fail(f"{error}" or type(error).__name__)
+        raise
 
 
 def _fail(message: str) -> NoReturn:
-    messages.print(f"[bold red]error:[/] {_plain(message)}", highlight=False, soft_wrap=True)
+    messages.print(Text.assemble(("error: ", "bold red"), _plain(message)), soft_wrap=True)
     raise typer.Exit(1)
 
 
+def _say(message: str, style: str = "") -> None:
+    messages.print(Text(_plain(message), style), soft_wrap=True)
+
+
 def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
+    """Text without control characters, which a name in a file may hold and a terminal would obey."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 @contextlib.contextmanager
@@ -236,9 +331,14 @@ def _progress(what: str, unit: str) -> Iterator[Any]:
         TextColumn(unit),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=messages, transient=True) as progress:
+    with Progress(*columns, console=messages, transient=True, disable=not messages.is_terminal) as progress:
         task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+        def advance(done: int, total: int) -> None:
+            interrupt.check()
+            progress.update(task, completed=done, total=total)
+
+        yield advance
 
 
 def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
@@ -247,20 +347,22 @@ def _prompt_text(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is not None:
         text = prompt
     elif prompt_file is not None and str(prompt_file) != "-":
-        try:
-            text = prompt_file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{prompt_file} is not UTF-8 text: {error}") from error
-    elif sys.stdin.isatty():
+        text = _utf8(prompt_file.read_bytes(), str(prompt_file))
+    elif sys.stdin is None or (prompt_file is None and sys.stdin.isatty()):
         raise ValueError("no prompt: give --prompt, --prompt-file, or text on stdin")
     else:
-        try:
-            text = sys.stdin.read()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"stdin is not UTF-8 text: {error}") from error
+        text = _utf8(sys.stdin.buffer.read(), "stdin")
     if not text:
         raise ValueError("the prompt is empty")
     return text
+
+
+def _utf8(content: bytes, source: str) -> str:
+    """Text in UTF-8, whatever the locale, without Windows' byte order mark and line ends."""
+    try:
+        return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is not UTF-8 text: {error}") from error
 
 
 def _parse_rope_scaling(text: str | None) -> dict[str, Any] | None:
@@ -268,7 +370,7 @@ def _parse_rope_scaling(text: str | None) -> dict[str, Any] | None:
         return None
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--rope-scaling is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"--rope-scaling must be a JSON object, found {text}")

@@ -215,6 +215,6 @@ def _check_tied(hf_dir: Path, head: SafeTensor) -> None:
 if __name__ == "__main__":
     import sys
 
-    from rajax.cli import app
+    from rajax.cli import main
 
-    app(["convert", *sys.argv[1:]], prog_name="python -m rajax")
+    main(["convert", *sys.argv[1:]])

@@ -31,7 +31,7 @@ class _Run:
 def run(length: int, depth: float) -> int:
     """Runs the demo; the exit code is 0 where both attentions found the needle."""
     out = Console(highlight=False)
-    path = smollm2.checkpoint(out.print)
+    path = smollm2.checkpoint(lambda line: out.print(line, markup=False, soft_wrap=True))
     params, tokenizer = load(path), load_tokenizer(path)
     text = haystack(tokenizer, length, depth=depth)
     out.print(f"text:  {len(text.tokens):,} tokens, with a number hidden at {depth:.0%} of it")

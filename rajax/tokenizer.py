@@ -121,10 +121,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Loads the tokenizer of a checkpoint or of a Hugging Face directory.
 
     Raises:
-      CheckpointError: tokenizer.json is missing or damaged.
+      CheckpointError: tokenizer.json is missing, or it or a file beside it is damaged.
     """
     path = Path(path)
     file = path / "tokenizer.json"
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a directory")
     if not file.exists():
         hint = ""
         if (path / "tokenizer.model").exists():

@@ -48,7 +48,9 @@ def prefill_attention(
         new_top = jnp.maximum(top, scores.max(-1))
         rescale = jnp.exp(top - new_top)
         weights = jnp.exp(scores - new_top[..., None])
-        added = jnp.einsum("bkgts,bksh->bkgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        added = jnp.einsum(
+            "bkgts,bksh->bkgth", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+        )
         return numerator * rescale[..., None] + added, denominator * rescale + weights.sum(-1), new_top
 
     carry = (

@@ -7,9 +7,7 @@ import io
 import json
 import logging
 import os
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -18,6 +16,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
+
+from rajax.interrupt import interrupt
 
 if TYPE_CHECKING:
     from rajax.generation import Statistics
@@ -34,59 +34,6 @@ messages = Console(stderr=True)
 """Everything but the answer goes to stderr, so that the answer can be piped."""
 
 INTERRUPTED = 130  # the shell's exit code for Ctrl-C
-
-
-class _Interrupt:
-    """Ctrl-C as KeyboardInterrupt, but not in the middle of an import or a decode step.
-
-    A step calls back from XLA. There the exception would come out as another one or get lost, and a step that
-    is left behind would call a Python that has ended. JAX's libraries end the process when their import fails.
-
-    Attributes:
-      came: Ctrl-C came. It may have been lost, in a destructor, or made into another exception.
-    """
-
-    def __init__(self) -> None:
-        self.came = self._held = False
-
-    @contextlib.contextmanager
-    def caught(self) -> Iterator[None]:
-        """Takes Ctrl-C for the time of the block."""
-        # A shell's background job ignores it, and only the main thread hears of it.
-        if (
-            threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-        ):
-            yield
-            return
-        self.came = self._held = False
-        signal.signal(signal.SIGINT, self._take)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def _take(self, *_: object) -> None:
-        self.came = True
-        self.check()
-
-    def check(self) -> None:
-        """Raises KeyboardInterrupt where Ctrl-C came."""
-        if self.came and not self._held:
-            raise KeyboardInterrupt
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Ctrl-C waits for the end of the block."""
-        self._held = True
-        try:
-            yield
-        finally:
-            self._held = False
-        self.check()
-
-
-interrupt = _Interrupt()
 
 
 @app.command()

@@ -40,7 +40,7 @@ def run(length: int, depth: float) -> int:
     attentions = {"retrieval": RetrievalConfig(recall_steps=RECALL_STEPS), "dense": None}
     runs = []
     for name, retrieval in attentions.items():
-        out.print(f"[bold]{name}[/]: ", end="")
+        out.print(f"[bold]{name}[/]")
         answer = stream_answer(
             params, tokenizer, text.tokens, max_new_tokens=MAX_NEW_TOKENS, retrieval=retrieval
         )
@@ -54,14 +54,15 @@ def run(length: int, depth: float) -> int:
 
 def _table(runs: list[_Run], right: str) -> Table:
     table = Table(title=f"the hidden number is {right}", title_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for r in runs:
-        table.add_column(r.name, justify="right")
+        table.add_column(r.name, justify="right", max_width=32)
 
     def row(name: str, cells: list[str]) -> None:
         table.add_row(name, *cells)
 
     statistics = [r.statistics for r in runs]
+    row("answer", [r.answer.strip().split("\n")[0] for r in runs])
     row("needle found", ["yes" if right in r.answer else "[red]no[/]" for r in runs])
     row("prefill, s", [f"{s.prefill_s:.1f}" for s in statistics])
     row("decode, tokens/s", ["" if s.steps_per_s is None else f"{s.steps_per_s:.1f}" for s in statistics])

@@ -42,19 +42,31 @@ class CallbackHostPath:
             return Partial(*io_callback(_collect, shapes, self.handle, ticket, after, np.int32(head_dim)))
 
 
+# A callback hands its failure to the store and goes on with nothing, until the step is over and the session
+# raises it. Where the store is gone the request has ended, and nobody reads the answer.
+
+
 def _submit(handle, layer, queries, keys, values, lengths) -> np.ndarray:
     store = by_handle(int(np.asarray(handle)))
-    if store is None:
-        return np.asarray(-1, np.int32)
-    # XLA may reuse the buffers when this returns, and the search goes on: queries and lengths are copied.
-    queries, lengths = np.array(queries, np.float32), np.array(lengths)
-    keys, values = (np.asarray(a).astype(np.float32) for a in (keys, values))
-    return np.asarray(store.submit(int(np.asarray(layer)), queries, keys, values, lengths), np.int32)
+    ticket = -1
+    if store is not None:
+        try:
+            # XLA may reuse the buffers when this returns, and the search goes on: what it reads is copied.
+            queries, lengths = np.array(queries, np.float32), np.array(lengths)
+            keys, values = (np.asarray(a).astype(np.float32) for a in (keys, values))
+            ticket = store.submit(int(np.asarray(layer)), queries, keys, values, lengths)
+        except BaseException as failure:
+            store.fail(failure)
+    return np.asarray(ticket, np.int32)
 
 
 def _collect(handle, ticket, after, head_dim) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    store = by_handle(int(np.asarray(handle)))
+    store, ticket = by_handle(int(np.asarray(handle))), int(np.asarray(ticket))
     batch, kv_heads, groups = np.asarray(after).shape
-    shape = (batch, kv_heads, groups, int(np.asarray(head_dim)))
-    part = no_keys(*shape) if store is None else store.collect(int(np.asarray(ticket)), shape)
+    part = no_keys(batch, kv_heads, groups, int(np.asarray(head_dim)))
+    if store is not None and ticket >= 0:
+        try:
+            part = store.collect(ticket)
+        except BaseException as failure:
+            store.fail(failure)
     return np.asarray(part.numerator), np.asarray(part.denominator), np.asarray(part.max)

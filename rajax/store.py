@@ -146,30 +146,17 @@ class HostStore:
         self, layer: int, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, lengths: np.ndarray
     ) -> int:
         """Appends what leaves the window and starts the search; see `models.attention.HostPath.submit`."""
+        for sequence in np.flatnonzero(lengths >= self._zone_size):
+            heads = self.heads[layer][sequence]
+            for head, k, v in zip(heads, keys[sequence], values[sequence], strict=True):
+                head.append(k[None], v[None])
         ticket = next(self._tickets)
-        try:
-            for sequence in np.flatnonzero(lengths >= self._zone_size):
-                for head, k, v in zip(
-                    self.heads[layer][sequence], keys[sequence], values[sequence], strict=True
-                ):
-                    head.append(k[None], v[None])
-            self._searches[ticket] = self._searchers.submit(self.attend, layer, queries, lengths)
-        except BaseException as failure:
-            self._failure = self._failure or failure
+        self._searches[ticket] = self._searchers.submit(self.attend, layer, queries, lengths)
         return ticket
 
-    def collect(self, ticket: int, shape: tuple[int, int, int, int]) -> Partial:
-        """The answer to `ticket`, of shape [B, K, G, H].
-
-        A failure is kept for `raise_failure`, since an exception thrown through XLA would lose its type.
-        """
-        try:
-            search = self._searches.pop(ticket, None)
-            if search is not None:
-                return search.result()
-        except BaseException as failure:
-            self._failure = self._failure or failure
-        return no_keys(*shape)
+    def collect(self, ticket: int) -> Partial:
+        """The answer to `ticket`."""
+        return self._searches.pop(ticket).result()
 
     def attend(self, layer: int, queries: np.ndarray, lengths: np.ndarray) -> Partial:
         """The partial attention of queries [B, K, G, H] over the offloaded keys; none where lengths is -1."""
@@ -195,11 +182,14 @@ class HostStore:
         self._samples_wanted -= 1
         return out
 
+    def fail(self, failure: BaseException) -> None:
+        """Keeps the first exception of a step: thrown through XLA it would lose its type."""
+        self._failure = self._failure or failure
+
     def raise_failure(self) -> None:
-        """Raises the first exception that the host path met, as it was."""
+        """Raises what `fail` kept, as it was."""
         if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+            raise self._failure
 
     # --- afterwards
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import io
 import json
 import logging
@@ -34,6 +35,21 @@ messages = Console(stderr=True)
 """Everything but the answer goes to stderr, so that the answer can be piped."""
 
 INTERRUPTED = 130  # the shell's exit code for Ctrl-C
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"rajax {importlib.metadata.version('rajax')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -79,7 +95,8 @@ def info(
             "stop tokens": ", ".join(map(str, c.eos_token_ids)) or "none",
             f"KV at {context:,} tokens": f"{format_bytes(4 * per_token * context)} in float32",
             "  on the device": f"{format_bytes(4 * per_token * static)} ({static} tokens)",
-            "  on the host": f"{format_bytes(4 * per_token * (context - static))}, and the index",
+            "  on the host": f"{format_bytes(4 * per_token * (context - static))}",
+            "  ScaNN's index": f"about {format_bytes(4 * per_token * (context - static) * 17 // 32)}",
         }
         for name, value in rows.items():
             print(f"{name:<24}{value}", flush=True)
@@ -203,7 +220,7 @@ def summary(statistics: Statistics, prompt: int) -> str:
     s = statistics
     parts = [f"{prompt} prompt tokens in {s.prefill_s:.1f} s"]
     if s.steps_per_s is not None:
-        parts.append(f"{s.decode_steps + 1} new at {s.steps_per_s:.1f} tokens/s")
+        parts.append(f"{s.decode_steps + 1} new at {s.steps_per_s:.1f} tokens/s after {s.first_step_s:.1f} s")
     parts.append(
         f"KV: {format_bytes(s.device_kv_bytes)} on the device, {format_bytes(s.host_kv_bytes)} on the host"
     )

@@ -5,7 +5,9 @@ Letters: `B` batch, `T` tokens, `V` vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import operator
 import secrets
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -17,7 +19,7 @@ import numpy as np
 
 from rajax.models import Llama
 from rajax.retrieval import RetrievalConfig
-from rajax.sampling import Sampling, sample
+from rajax.sampling import NOT_FINITE, Sampling, sample
 from rajax.session import OnPrefill, Session, prefill, prefill_logits
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -101,7 +103,8 @@ def generate(
       params: a model from `rajax.load`.
       tokens: one sequence of token ids or a batch of them, of any lengths.
       max_new_tokens: tokens to make per sequence at most. By default 256, or fewer where the model's
-        positions end.
+        positions end. With `dynamic` and `longrope` RoPE the frequencies are those of prompt and answer
+        together, so there this number matters to the answer.
       retrieval: how offloaded keys are found. None is dense attention: all keys stay on the device.
       sampling: how a token is chosen; greedy by default.
       stop: token ids that end a sequence; by default the checkpoint's. () never stops.
@@ -116,16 +119,21 @@ def generate(
       ValueError: an empty prompt, a token id outside the vocabulary, more positions than the model has, or
         a setting out of range.
       TypeError: an argument of the wrong kind.
+      FloatingPointError: the model's logits are not finite.
       Whatever the host path raises, as it was; the next call works.
     """
+    if on_token is not None and not callable(on_token):
+        raise TypeError(f"on_token must be callable, found {on_token!r}")
     run = _run(params, tokens, max_new_tokens, retrieval, sampling, stop, key, on_prefill)
-    while True:
-        try:
-            sequence, token = next(run)
-        except StopIteration as done:
-            return done.value
-        if on_token is not None:
-            on_token(sequence, token)
+    # Closed here and now: the traceback of an exception in on_token would keep the request alive.
+    with contextlib.closing(run):
+        while True:
+            try:
+                sequence, token = next(run)
+            except StopIteration as done:
+                return done.value
+            if on_token is not None:
+                on_token(sequence, token)
 
 
 def stream(params: Llama, tokens: Tokens, **settings: Any) -> Generator[int, None, Generation]:
@@ -219,16 +227,22 @@ def check_tokens(tokens: Tokens, params: Llama) -> list[np.ndarray]:
     """
     if not isinstance(params, Llama):
         raise TypeError(f"params must be a model from rajax.load, found {type(params).__name__}")
-    if isinstance(tokens, str) or (len(tokens) and isinstance(tokens[0], str)):
-        raise TypeError(
-            "tokens must be token ids, found text; encode it with rajax.load_tokenizer(path).encode"
+    if isinstance(tokens, str) or not hasattr(tokens, "__len__") or isinstance(tokens, dict):
+        what = (
+            "text; encode it with rajax.load_tokenizer(path).encode"
+            if isinstance(tokens, str)
+            else repr(tokens)
         )
+        raise TypeError(f"tokens must be a sequence of token ids or a batch of them, found {what}")
     if len(tokens) == 0:
         raise ValueError("the prompt is empty: give at least one token")
-    sequences = [tokens] if np.ndim(tokens[0]) == 0 else tokens
+    sequences = tokens if hasattr(tokens[0], "__len__") and np.ndim(tokens[0]) else [tokens]
     prompts = []
     for i, sequence in enumerate(sequences):
-        prompt = np.asarray(sequence)
+        try:
+            prompt = np.asarray(sequence)
+        except ValueError as error:
+            raise ValueError(f"sequence {i} must be one-dimensional: {error}") from error
         if prompt.ndim != 1:
             raise ValueError(f"sequence {i} must be one-dimensional, found shape {prompt.shape}")
         if prompt.size == 0:
@@ -244,6 +258,25 @@ def check_tokens(tokens: Tokens, params: Llama) -> list[np.ndarray]:
             )
         prompts.append(prompt.astype(np.int32))
     return prompts
+
+
+def _stop_tokens(params: Llama, stop: Sequence[int] | None) -> frozenset[int]:
+    if stop is None:
+        return frozenset(params.config.eos_token_ids)
+    if isinstance(stop, str) or not hasattr(stop, "__len__"):
+        raise TypeError(f"stop must be a sequence of token ids, found {stop!r}")
+    stops = frozenset(_integer("a stop token", token) for token in stop)
+    for token in stops:
+        if not 0 <= token < params.config.vocab_size:
+            raise ValueError(f"stop token {token} lies outside the vocabulary of {params.config.vocab_size}")
+    return stops
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, found {value!r}") from None
 
 
 def _check_type(name: str, value: object, kind: Any, words: str) -> None:
@@ -281,17 +314,18 @@ def _run(
     if max_new_tokens is None:
         room = params.config.max_positions - max(len(p) for p in prompts)
         max_new_tokens = max(1, min(DEFAULT_MAX_NEW_TOKENS, room))
+    max_new_tokens = _integer("max_new_tokens", max_new_tokens)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
     _check_positions(prompts, max_new_tokens, params)
+    stops = _stop_tokens(params, stop)
     if key is None:
-        key = secrets.randbits(31)
-    if isinstance(key, int):
-        key = jax.random.key(key)
-    stops = frozenset(params.config.eos_token_ids if stop is None else (int(token) for token in stop))
-    for token in stops:
-        if not 0 <= token < params.config.vocab_size:
-            raise ValueError(f"stop token {token} lies outside the vocabulary of {params.config.vocab_size}")
+        key = secrets.randbits(32)
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        seed = _integer("key", key)
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"key must be a seed from 0 to 2**32 - 1 or a JAX key, found {seed}")
+        key = jax.random.key(np.uint32(seed))
     return _decode(params, prompts, max_new_tokens, retrieval, sampling, stops, key, on_prefill)
 
 
@@ -326,6 +360,12 @@ def _decode(
                 next_logits = session.step(chosen)
             device_tokens, seen = sample(next_logits, seen, key, np.int32(step), sampling=sampling)
             chosen = np.asarray(device_tokens)
+            for row in range(batch):
+                if chosen[row] == NOT_FINITE and reasons[row] is None:
+                    raise FloatingPointError(
+                        f"the logits of sequence {row} are not finite after {len(answers[row])} new tokens: the "
+                        "weights are damaged, or overflow in this dtype; try dtype='float32'"
+                    )
             now = time.perf_counter()
             if step:
                 step_seconds.append(now - begin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 
 from rajax.index import INDEXES
 
@@ -36,7 +37,7 @@ class RetrievalConfig:
     recall_steps: int = 0
 
     def __post_init__(self):
-        if self.index not in INDEXES:
+        if not isinstance(self.index, str) or self.index not in INDEXES:
             raise ValueError(f"index must be one of {', '.join(sorted(INDEXES))}; found {self.index!r}")
         for name, least in (
             ("top_k", 1),
@@ -46,7 +47,8 @@ class RetrievalConfig:
             ("recall_steps", 0),
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, found {value!r}")
-        if isinstance(self.leaves_searched, bool) or not 0 < self.leaves_searched <= 1:
+        number = isinstance(self.leaves_searched, numbers.Real) and not isinstance(self.leaves_searched, bool)
+        if not number or not 0 < self.leaves_searched <= 1:
             raise ValueError(f"leaves_searched must be above 0 and at most 1, found {self.leaves_searched!r}")

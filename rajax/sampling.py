@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,19 +35,22 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        def check(name: str, allowed: bool, words: str) -> None:
-            if not allowed:
-                raise ValueError(f"{name} must be {words}, found {getattr(self, name)!r}")
+        def check(name: str, low: float, high: float, words: str, kind: type = numbers.Real) -> None:
+            value = getattr(self, name)
+            number = isinstance(value, kind) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or not low <= value <= high:
+                raise ValueError(f"{name} must be {words}, found {value!r}")
 
-        check("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "at least 0")
-        check("top_k", isinstance(self.top_k, int) and self.top_k >= 0, "an integer of at least 0")
-        check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
-        check("min_p", 0 <= self.min_p <= 1, "from 0 to 1")
-        check(
-            "repetition_penalty",
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "above 0",
-        )
+        tiny = float(np.finfo(np.float32).tiny)
+        check("temperature", 0, math.inf, "a number of at least 0")
+        check("top_k", 0, math.inf, "an integer of at least 0", numbers.Integral)
+        check("top_p", tiny, 1, "above 0 and at most 1")
+        check("min_p", 0, 1, "from 0 to 1")
+        check("repetition_penalty", tiny, math.inf, "above 0")
+
+
+NOT_FINITE = -1
+"""In place of a token where the logits are NaN or infinite."""
 
 
 @functools.partial(jax.jit, static_argnames=("sampling",))
@@ -62,23 +67,26 @@ def sample(
       sampling: the settings.
 
     Returns:
-      Tokens [B] int32, and `seen` with them.
+      Tokens [B] int32, `NOT_FINITE` where there is none to choose, and `seen` with them.
     """
     rows = jnp.arange(logits.shape[0])
+    finite = jnp.isfinite(logits).all(-1)
     if sampling.repetition_penalty != 1:
         penalty = sampling.repetition_penalty
         logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
     else:
-        logits = restrict(logits / sampling.temperature, sampling)
+        # Relative to the best, and by no less than float32 can divide by: nothing overflows to +inf or NaN.
+        temperature = max(sampling.temperature, float(np.finfo(np.float32).tiny))
+        logits = restrict((logits - logits.max(-1, keepdims=True)) / temperature, sampling)
         step_key = jax.random.fold_in(key, step)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(step_key, rows)
         tokens = jax.vmap(jax.random.categorical)(keys, logits)
     tokens = tokens.astype(jnp.int32)
     if sampling.repetition_penalty != 1:
         seen = seen.at[rows, tokens].set(True)
-    return tokens, seen
+    return jnp.where(finite, tokens, NOT_FINITE), seen
 
 
 def restrict(logits: jax.Array, sampling: Sampling) -> jax.Array:

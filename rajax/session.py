@@ -78,10 +78,12 @@ class Session:
         self.store: HostStore | None = None
         self.zone = Zone(sinks=0, window=bucket(max(capacity)))
         if retrieval is not None:
-            self.zone = Zone(retrieval.sink_tokens, retrieval.window)
-            offloaded = [self.zone.offloaded(c) for c in capacity]
-            # A batch that never outgrows the static zone pays for no host path.
+            zone = Zone(retrieval.sink_tokens, retrieval.window)
+            offloaded = [zone.offloaded(c) for c in capacity]
+            # A batch that never outgrows the static zone pays for no host path, and its zone for no more slots
+            # than the text has tokens.
             if any(offloaded):
+                self.zone = zone
                 self.store = HostStore(
                     retrieval,
                     layers=config.num_hidden_layers,

@@ -46,7 +46,18 @@ class Head:
         self.count = end
 
     def build(self, config: RetrievalConfig) -> None:
-        """Indexes all keys so far."""
+        """Indexes all keys so far.
+
+        Raises:
+          FloatingPointError: keys that no search can order. ScaNN would end the process.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            lengths = np.einsum("sh,sh->s", self.keys[: self.count], self.keys[: self.count])
+        if not np.isfinite(lengths).all():
+            raise FloatingPointError(
+                "the model's keys are not finite or too large for float32: the weights are damaged, or overflow "
+                "in this dtype; try dtype='float32'"
+            )
         self.index = INDEXES[config.index](self.keys[: self.count], config)
         self.indexed = self.count
 

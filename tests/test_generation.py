@@ -86,6 +86,7 @@ def test_seeds(model):
     first = answer(model, max_new_tokens=20, sampling=hot, key=1)
     assert answer(model, max_new_tokens=20, sampling=hot, key=1).tokens == first.tokens
     assert answer(model, max_new_tokens=20, sampling=hot, key=jax.random.key(1)).tokens == first.tokens
+    assert answer(model, max_new_tokens=20, sampling=hot, key=np.int64(1)).tokens == first.tokens
     assert answer(model, max_new_tokens=20, sampling=hot, key=2).tokens != first.tokens
     assert (
         answer(model, max_new_tokens=20, sampling=hot).tokens
@@ -122,14 +123,24 @@ def test_the_answer_may_fill_the_models_positions(model):
         ([[1], [2, -1]], {}, ValueError, "token id -1 at position 1 of sequence 1"),
         ([1.0, 2.0], {}, TypeError, "token ids must be integers, found float64 in sequence 0"),
         ([True, False], {}, TypeError, "token ids must be integers, found bool"),
-        ("hello", {}, TypeError, "tokens must be token ids, found text"),
-        (["hello"], {}, TypeError, "tokens must be token ids, found text"),
+        ("hello", {}, TypeError, "tokens must be a sequence of token ids .*, found text; encode it"),
+        (["hello"], {}, TypeError, "token ids must be integers, found <U5"),
+        ({0: 1}, {}, TypeError, "tokens must be a sequence of token ids"),
+        ([1, [2, 3]], {}, ValueError, "sequence 0 must be one-dimensional"),
         ([[[1]]], {}, ValueError, "sequence 0 must be one-dimensional"),
         ([1] * 513, {}, ValueError, "513 tokens and 6 new ones, past the model's 512 positions"),
         ([1] * 510, {}, ValueError, "510 tokens and 6 new ones, past the model's 512 positions"),
         ([1], {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, found 0"),
         ([1], {"retrieval": True}, TypeError, "retrieval must be a RetrievalConfig, or None .*; found True"),
         ([1], {"sampling": None}, TypeError, "sampling must be a Sampling; found None"),
+        ([1], {"max_new_tokens": "5"}, TypeError, "max_new_tokens must be an integer, found '5'"),
+        ([1], {"max_new_tokens": 2.0}, TypeError, "max_new_tokens must be an integer, found 2.0"),
+        ([1], {"stop": 5}, TypeError, "stop must be a sequence of token ids, found 5"),
+        ([1], {"stop": "12"}, TypeError, "stop must be a sequence of token ids, found '12'"),
+        ([1], {"stop": [2.5]}, TypeError, "a stop token must be an integer, found 2.5"),
+        ([1], {"key": "a"}, TypeError, "key must be an integer, found 'a'"),
+        ([1], {"key": -1}, ValueError, "key must be a seed from 0 to .* found -1"),
+        ([1], {"key": 2**32}, ValueError, "key must be a seed from 0 to .* found 4294967296"),
         ([1], {"stop": [64]}, ValueError, "stop token 64 lies outside the vocabulary of 64"),
     ],
 )
@@ -159,6 +170,21 @@ def test_stream_takes_one_sequence_and_known_arguments(model):
         rajax.stream(model, [[1], [2]])
     with pytest.raises(TypeError, match="stream has no argument 'on_token'"):
         rajax.stream(model, [1], on_token=print)
+
+
+def test_what_is_no_sequence_or_no_function_is_refused(model):
+    for tokens in (5, None):
+        with pytest.raises(TypeError, match="tokens must be a sequence of token ids"):
+            answer(model, tokens)
+    with pytest.raises(TypeError, match="on_token must be callable, found 5"):
+        answer(model, on_token=5)
+
+
+@pytest.mark.parametrize("retrieval", [None, rajax.RetrievalConfig(sink_tokens=2, window=4)])
+def test_damaged_weights_make_no_tokens(model, retrieval):
+    damaged = jax.tree.map(lambda a: a * jnp.nan, model)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        answer(damaged, retrieval=retrieval)
 
 
 def test_logits_of_a_batch_are_padded_with_zeros(model):

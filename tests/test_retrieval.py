@@ -124,6 +124,14 @@ def test_a_text_inside_the_static_zone_offloads_nothing():
     assert result.tokens == dense.tokens
 
 
+def test_a_window_longer_than_the_text_takes_no_more_than_the_text():
+    model, (text,) = random_llama(8), random_tokens(8, 20)
+    wide = rajax.generate(model, text, max_new_tokens=5, stop=(), retrieval=config(window=2**40))
+    dense = rajax.generate(model, text, max_new_tokens=5, stop=(), retrieval=None)
+    assert wide.tokens == dense.tokens
+    assert wide.statistics.device_kv_bytes == dense.statistics.device_kv_bytes
+
+
 def test_the_device_holds_the_static_zone_and_the_host_the_rest():
     model, (text,) = random_llama(9), random_tokens(9, 300)
     result = rajax.generate(model, text, max_new_tokens=10, stop=(), retrieval=config(recall_steps=4))
@@ -183,8 +191,11 @@ def test_an_interrupt_while_decoding_ends_the_request():
     def interrupt(sequence: int, token: int) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as kept:
         rajax.generate(model, text, max_new_tokens=40, retrieval=config(), on_token=interrupt)
+    # Even while the traceback lives, as in a debugger.
+    assert store_module._stores == {}
+    del kept
 
 
 def test_two_requests_at_once_do_not_meet():
@@ -250,6 +261,15 @@ def test_keys_that_are_all_alike_are_all_found(keys):
     np.testing.assert_allclose(found.scores, keys[0] @ keys[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize("bad", [3e19, np.inf, np.nan])
+def test_keys_too_large_for_a_search_are_refused(bad):
+    """ScaNN would end the process."""
+    head = Head(100, 8)
+    head.append(np.full((100, 8), bad, np.float32), np.ones((100, 8), np.float32))
+    with pytest.raises(FloatingPointError, match="keys are not finite or too large for float32"):
+        head.build(config())
+
+
 @pytest.mark.parametrize("count", [1, 15, 16])
 def test_a_handful_of_keys_is_searched_exactly_where_scann_cannot(count):
     head = Head(count, 8)
@@ -308,6 +328,8 @@ def test_recall_counts_what_an_exact_search_would_find():
     [
         ({"index": "faiss"}, "index must be one of exact, scann; found 'faiss'"),
         ({"top_k": 0}, "top_k must be an integer of at least 1, found 0"),
+        ({"index": ["scann"]}, "index must be one of exact, scann; found"),
+        ({"leaves_searched": "a"}, "leaves_searched must be above 0 and at most 1, found 'a'"),
         ({"top_k": 2.5}, "top_k must be an integer"),
         ({"sink_tokens": -1}, "sink_tokens must be an integer of at least 0, found -1"),
         ({"window": 0}, "window must be an integer of at least 1, found 0"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rajax import Sampling
-from rajax.sampling import restrict, sample
+from rajax.sampling import NOT_FINITE, restrict, sample
 
 
 def logits(seed: int, batch: int = 3, vocabulary: int = 50) -> np.ndarray:
@@ -83,6 +83,23 @@ def test_samples_follow_the_distribution():
     np.testing.assert_allclose(np.bincount(cold, minlength=4) / 4000, p / p.sum(), atol=0.032)
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-9])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_the_smallest_temperature_is_greedy(temperature, top_p):
+    x = logits(4)
+    np.testing.assert_array_equal(draw(x, Sampling(temperature=temperature, top_p=top_p))[0], x.argmax(-1))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_not_finite_give_no_token(bad):
+    x = logits(5)
+    x[1, 3] = bad
+    for sampling in (Sampling(), Sampling(temperature=1, top_p=0.9)):
+        tokens = np.asarray(draw(x, sampling)[0])
+        assert tokens[1] == NOT_FINITE
+        assert (tokens[[0, 2]] >= 0).all()
+
+
 def test_seeds_repeat_and_steps_and_rows_differ():
     x = np.zeros((64, 50), np.float32)
     first = np.asarray(draw(x, Sampling(temperature=1), key=5)[0])
@@ -103,8 +120,10 @@ def test_the_repetition_penalty_pulls_seen_tokens_down():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": -1}, "temperature must be at least 0, found -1"),
-        ({"temperature": float("nan")}, "temperature must be at least 0, found nan"),
+        ({"temperature": -1}, "temperature must be a number of at least 0, found -1"),
+        ({"temperature": float("nan")}, "temperature must be a number of at least 0, found nan"),
+        ({"temperature": "1"}, "temperature must be a number of at least 0, found '1'"),
+        ({"temperature": True}, "temperature must be a number of at least 0, found True"),
         ({"top_k": -1}, "top_k must be an integer of at least 0, found -1"),
         ({"top_k": 1.5}, "top_k must be an integer of at least 0, found 1.5"),
         ({"top_p": 0}, "top_p must be above 0 and at most 1, found 0"),

@@ -62,9 +62,7 @@ class Session:
         config = model.config
         self.config = config
         self.lengths = list(lengths)
-        graph, state = nnx.split(model)
-        self._leaves, treedef = jax.tree.flatten(state)
-        self._static = (graph, treedef)
+        self._static, self._leaves = _split(model)
         self._active = np.ones(len(lengths), bool)
         self._seen, self._capacity = np.array(lengths), np.array(capacity)
         self._parts: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in range(config.num_hidden_layers)]

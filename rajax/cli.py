@@ -82,7 +82,7 @@ def info(
         c = read_config(checkpoint)
         retrieval = RetrievalConfig()
         per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
-        static = min(context, retrieval.sink_tokens + retrieval.window)
+        static = min(context, retrieval.zone_size)
         rope = c.rope.rope_type + (f", factor {c.rope.factor:g}" if c.rope.factor else "")
         rows = {
             "parameters": f"{_parameters(c):,}",

@@ -114,6 +114,7 @@ def find_tensors(hf_dir: Path, config: LlamaConfig) -> dict[str, SafeTensor]:
     """Every parameter of the model, by RAJAX's name, checked against the config but not read yet."""
     expected = parameter_shapes(config)
     found: dict[str, SafeTensor] = {}
+    head: SafeTensor | None = None
     for shard in _shards(hf_dir):
         for tensor in _open_shard(shard):
             name = _rajax_name(tensor.name)
@@ -121,7 +122,7 @@ def find_tensors(hf_dir: Path, config: LlamaConfig) -> dict[str, SafeTensor]:
                 raise CheckpointError(f"{shard}: extra tensor {tensor.name}, which no Llama has")
             path, transposed = name
             if path == "lm_head.kernel" and config.tie_word_embeddings:
-                _check_tied(hf_dir, tensor)
+                head = tensor
                 continue
             if path not in expected:
                 raise CheckpointError(
@@ -138,6 +139,8 @@ def find_tensors(hf_dir: Path, config: LlamaConfig) -> dict[str, SafeTensor]:
             found[path] = dataclasses.replace(tensor, shape=shape, transposed=transposed)
     if missing := sorted(set(expected) - set(found)):
         raise CheckpointError(f"{hf_dir}: no tensor for {missing[0]} ({len(missing)} missing in all)")
+    if head is not None:
+        _check_tied(head, found["embed_tokens.embedding"])
     return {path: found[path] for path in expected}
 
 
@@ -202,14 +205,12 @@ def _open_shard(path: Path) -> list[SafeTensor]:
     return tensors
 
 
-def _check_tied(hf_dir: Path, head: SafeTensor) -> None:
+def _check_tied(head: SafeTensor, embedding: SafeTensor) -> None:
     """A tied model may store its output embedding once more; another one would be lost."""
-    for shard in _shards(hf_dir):
-        for tensor in _open_shard(shard):
-            if tensor.name == "model.embed_tokens.weight" and not np.array_equal(tensor.read(), head.read()):
-                raise CheckpointError(
-                    f"{head.file}: tie_word_embeddings is true, but {head.name} differs from {tensor.name}"
-                )
+    if not np.array_equal(embedding.read(), head.read()):
+        raise CheckpointError(
+            f"{head.file}: tie_word_embeddings is true, but {head.name} differs from {embedding.name}"
+        )
 
 
 if __name__ == "__main__":

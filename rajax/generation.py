@@ -145,13 +145,14 @@ def stream(params: Llama, tokens: Tokens, **settings: Any) -> Generator[int, Non
     Raises:
       ValueError: as `generate`, at the call; also for a batch of more than one sequence.
     """
-    if len(check_tokens(tokens, params)) != 1:
+    prompts = check_tokens(tokens, params)
+    if len(prompts) != 1:
         raise ValueError("stream takes one sequence; for a batch use generate with on_token")
     names = ("max_new_tokens", "retrieval", "sampling", "stop", "key", "on_prefill")
     if unknown := sorted(set(settings) - set(names)):
         raise TypeError(f"stream has no argument {unknown[0]!r}; it has {', '.join(names)}")
     settings = {"retrieval": RetrievalConfig(), "sampling": Sampling(), **settings}
-    run = _run(params, tokens, *(settings.get(name) for name in names))  # type: ignore[arg-type]
+    run = _run(params, prompts, *(settings.get(name) for name in names))  # type: ignore[arg-type]
 
     def only_tokens() -> Generator[int, None, Generation]:
         try:
@@ -192,13 +193,11 @@ def logits(
       ValueError: as `generate`.
     """
     prompts = check_tokens(tokens, params)
-    _check_type(
-        "retrieval", retrieval, RetrievalConfig | None, "a RetrievalConfig, or None for dense attention"
-    )
+    _check_retrieval(retrieval)
     _check_positions(prompts, 0, params)
     longest = max(len(p) for p in prompts)
     if decode_from is None:
-        decode_from = longest if retrieval is None else retrieval.sink_tokens + retrieval.window
+        decode_from = longest if retrieval is None else retrieval.zone_size
     if decode_from < 1:
         raise ValueError(f"decode_from must be at least 1, found {decode_from}")
     out = np.zeros((len(prompts), longest, params.config.vocab_size), np.float32)
@@ -279,9 +278,11 @@ def _integer(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be an integer, found {value!r}") from None
 
 
-def _check_type(name: str, value: object, kind: Any, words: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {words}; found {value!r}")
+def _check_retrieval(retrieval: object) -> None:
+    if not isinstance(retrieval, RetrievalConfig | None):
+        raise TypeError(
+            f"retrieval must be a RetrievalConfig, or None for dense attention; found {retrieval!r}"
+        )
 
 
 def _check_positions(prompts: Sequence[np.ndarray], new_tokens: int, params: Llama) -> None:
@@ -307,10 +308,9 @@ def _run(
 ) -> Generator[tuple[int, int], None, Generation]:
     """Checks the arguments at once; the generator it returns yields (sequence, token)."""
     prompts = check_tokens(tokens, params)
-    _check_type(
-        "retrieval", retrieval, RetrievalConfig | None, "a RetrievalConfig, or None for dense attention"
-    )
-    _check_type("sampling", sampling, Sampling, "a Sampling")
+    _check_retrieval(retrieval)
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a Sampling; found {sampling!r}")
     if max_new_tokens is None:
         room = params.config.max_positions - max(len(p) for p in prompts)
         max_new_tokens = max(1, min(DEFAULT_MAX_NEW_TOKENS, room))

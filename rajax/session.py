@@ -189,10 +189,10 @@ def prefill(
     Returns:
       The logits [B, V] of the token after each prompt.
     """
-    rows = []
+    rows, split = [], _split(model)
     for sequence, hidden in enumerate(_hidden_states(model, prompts, sessions, on_prefill)):
         last = len(prompts[sequence]) - 1
-        rows.append(_logits(*_split(model), hidden[:, last]))
+        rows.append(_logits(*split, hidden[:, last]))
     return jnp.concatenate(rows)
 
 
@@ -200,9 +200,9 @@ def prefill_logits(
     model: Llama, prompts: Sequence[np.ndarray], sessions: Sequence[Session]
 ) -> Iterable[np.ndarray]:
     """`prefill`, with the logits [T, V] after every position of each prompt, one prompt at a time."""
+    split = _split(model)
     for prompt, hidden in zip(prompts, _hidden_states(model, prompts, sessions, None), strict=True):
         blocks = range(0, len(prompt), BLOCK)
-        split = _split(model)
         logits = [np.asarray(_logits(*split, hidden[0, start : start + BLOCK])) for start in blocks]
         yield np.concatenate(logits)[: len(prompt)]
 

@@ -124,7 +124,6 @@ class HostStore:
         ]
         """The heads, by layer, sequence and key/value head."""
         self.counters = Counters()
-        self._zone_size = config.sink_tokens + config.window
         self._builders = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="rajax-build")
         self._searchers = ThreadPoolExecutor(1, thread_name_prefix="rajax-search")
         self._builds: list[Future[None]] = []
@@ -157,7 +156,7 @@ class HostStore:
         self, layer: int, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, lengths: np.ndarray
     ) -> int:
         """Appends what leaves the window and starts the search; see `models.attention.HostPath.submit`."""
-        for sequence in np.flatnonzero(lengths >= self._zone_size):
+        for sequence in np.flatnonzero(lengths >= self.config.zone_size):
             heads = self.heads[layer][sequence]
             for head, k, v in zip(heads, keys[sequence], values[sequence], strict=True):
                 head.append(k[None], v[None])

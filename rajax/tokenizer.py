@@ -61,9 +61,8 @@ class Tokenizer:
         `tokenizers.decoders.DecodeStream` is not it: some tokens that spell no UTF-8, as a model may well make
         them, end it with an exception.
         """
-        window: list[
-            int
-        ] = []  # tokens whose text is out, for what they say about spaces, and those held back
+        # Tokens whose text is out, for what they say about spaces, and those held back.
+        window: list[int] = []
         shown = 0
 
         def step(token: int) -> str:

@@ -23,6 +23,8 @@ import numpy as np
 class Partial:
     """The attention of queries over some of the keys, before the division.
 
+    A part that corrects another one has a difference of two such sums, which may be negative.
+
     Attributes:
       numerator: [B, K, G, H] float32, sum over the keys of exp(score - max) * value.
       denominator: [B, K, G] float32, sum over the keys of exp(score - max).
@@ -63,6 +65,11 @@ def merge(*parts: Partial) -> Partial:
 
 
 def finish(part: Partial) -> jax.Array:
-    """The attention output [B, K, G, H] in float32; zeros where there were no keys."""
-    empty = part.denominator == 0
-    return jnp.asarray(part.numerator) / jnp.where(empty, 1.0, part.denominator)[..., None]
+    """The attention output [B, K, G, H] in float32; zeros where there were no keys.
+
+    A part that corrects another may have a negative denominator, but the denominator of the whole is positive in
+    exact arithmetic. Where rounding leaves nothing of it, the output is zeros as well.
+    """
+    some = jnp.asarray(part.denominator) > 0
+    output = jnp.asarray(part.numerator) / jnp.where(some, part.denominator, 1.0)[..., None]
+    return jnp.where(some[..., None], output, 0.0)

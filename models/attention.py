@@ -1,18 +1,22 @@
 """The attention of a Llama layer: over a prompt, and over one token with most keys elsewhere.
 
 Letters: `B` batch, `T` query positions, `S` key positions or slots, `N` query heads, `K` key/value heads,
-`G = N/K` query heads per key/value head, `H` head dim, `D` model dim, `L` layers.
+`G = N/K` query heads per key/value head, `H` head dim, `D` model dim, `L` layers, `C` clusters of the summary.
 
 While decoding, a layer's keys are in two zones. The **static zone** is on the device: the first tokens of
 the text (sink tokens) and a sliding window of the newest. Everything between is offloaded to the host,
-which answers through a `HostPath`. The two partial results are merged into exact softmax attention over
-what either has seen (RetrievalAttention, arXiv 2409.10516, section 3.4). Dense attention is the same code
-with a window that nothing leaves and no host path.
+which answers through a `HostPath`; of it the device keeps a `Summary`, mean keys that stand for many. The two
+partial results are merged into softmax attention (RetrievalAttention, arXiv 2409.10516, section 3.4): that of
+the device over static zone and summary, and that of the host over what it retrieved. The host takes out of the
+summary what it puts in exactly: with q scaled, a retrieved key j of cluster c(j) adds exp(q.k_j) - exp(q.C_c(j)).
+So with every offloaded key retrieved the result is exact, and with none it is the summary's estimate. Dense
+attention is the same code with a window that nothing leaves and no host path.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
@@ -22,6 +26,7 @@ from flax import nnx
 from rajax.kernels import Partial, finish, merge, partial_attention, prefill_attention
 from rajax.models.config import LlamaConfig
 from rajax.models.rope import rotate
+from rajax.models.summary import Summary
 
 
 @jax.tree_util.register_dataclass
@@ -76,20 +81,22 @@ class Zone:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StaticZone:
-    """The keys and values on the device.
+class DeviceCache:
+    """The keys and values on the device: the static zone's, and after them the summary's.
 
     Attributes:
-      keys: per layer [B, K, S, H], rotated.
-      values: per layer [B, K, S, H].
+      keys: per layer [B, K, S + C, H], rotated; from slot S on the mean keys of clusters.
+      values: per layer [B, K, S + C, H].
+      log_counts: per layer [B, K, C] float32, log of the number of keys of each cluster; -inf for none.
       lengths: [B] int32, tokens seen so far, which is the next token's position.
     """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
+    log_counts: tuple[jax.Array, ...]
     lengths: jax.Array
 
-    def append(self, zone: Zone, new: NewToken, active: jax.Array) -> StaticZone:
+    def append(self, zone: Zone, new: NewToken, active: jax.Array) -> DeviceCache:
         """The zone with one more token of each active sequence in it.
 
         It is a program of its own: XLA copies a whole cache that one program both reads and writes, but
@@ -106,7 +113,38 @@ class StaticZone:
             )
 
         lengths = self.lengths + active.astype(jnp.int32)
-        return StaticZone(put(self.keys, new.keys), put(self.values, new.values), lengths)
+        return dataclasses.replace(
+            self, keys=put(self.keys, new.keys), values=put(self.values, new.values), lengths=lengths
+        )
+
+    def add_clusters(
+        self, zone: Zone, summaries: Sequence[Summary], sequence: jax.Array, start: jax.Array
+    ) -> DeviceCache:
+        """The cache with one sequence's clusters `start`, `start + 1`, ... replaced in every layer.
+
+        Args:
+          zone: the static zone's layout.
+          summaries: per layer, arrays [K, c, ...].
+          sequence: int32 scalar.
+          start: int32 scalar.
+        """
+
+        def put(
+            cache: tuple[jax.Array, ...], new: list[jax.Array], start: jax.Array
+        ) -> tuple[jax.Array, ...]:
+            return tuple(
+                jax.lax.dynamic_update_slice(
+                    a, n[None].astype(a.dtype), (sequence, 0, start, *([0] * (a.ndim - 3)))
+                )
+                for a, n in zip(cache, new, strict=True)
+            )
+
+        return dataclasses.replace(
+            self,
+            keys=put(self.keys, [s.keys for s in summaries], zone.size + start),
+            values=put(self.values, [s.values for s in summaries], zone.size + start),
+            log_counts=put(self.log_counts, [s.log_counts for s in summaries], start),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -122,7 +160,7 @@ class HostPath(Protocol):
     """Attention over the offloaded keys, as seen from inside a jitted step.
 
     `submit` hands a layer's queries over and returns at once; `collect` waits for the answer. Between the
-    two the device computes the static zone's partial.
+    two the device computes the partial of its own keys.
     """
 
     def submit(
@@ -206,6 +244,7 @@ class Attention(nnx.Module):
         x: jax.Array,
         keys: jax.Array,
         values: jax.Array,
+        log_counts: jax.Array,
         lengths: jax.Array,
         active: jax.Array,
         rope: Rope,
@@ -218,8 +257,9 @@ class Attention(nnx.Module):
 
         Args:
           x: [B, 1, D], normalized.
-          keys: [B, K, S, H], the static zone's keys, without the new token's.
-          values: [B, K, S, H].
+          keys: [B, K, S + C, H], the static zone's keys, without the new token's, and the summary's.
+          values: [B, K, S + C, H].
+          log_counts: [B, K, C] float32, the summary's.
           lengths: [B] int32, tokens before this one.
           active: [B] bool; a sequence that has ended computes garbage.
           rope: the rotary embedding.
@@ -246,14 +286,15 @@ class Attention(nnx.Module):
             # The kernel needs the ticket, so that the host starts before it does.
             q, ticket = jax.lax.optimization_barrier((q, ticket))
 
-        with jax.named_scope("static_zone"):
-            weights = zone.log_weights(lengths)
-            weights = jnp.broadcast_to(weights[:, None], keys.shape[:3])
-            static = partial_attention(q, keys, values, weights)
-        parts = [static, _own(q, new_key, new_value)]
+        with jax.named_scope("device_keys"):
+            weights = zone.log_weights(lengths)[:, None]
+            weights = jnp.broadcast_to(weights, (*log_counts.shape[:2], zone.size))
+            weights = jnp.concatenate([weights, log_counts], axis=2)
+            device = partial_attention(q, keys, values, weights)
+        parts = [device, _own(q, new_key, new_value)]
         if host is not None:
             assert ticket is not None
-            parts.append(host.collect(layer, ticket, after=jnp.asarray(static.max)))
+            parts.append(host.collect(layer, ticket, after=jnp.asarray(device.max)))
         out = finish(merge(*parts)).reshape(len(x), 1, -1).astype(x.dtype)
         return self.o_proj(out), new_key, new_value
 

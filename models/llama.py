@@ -1,7 +1,7 @@
 """A Llama in Flax NNX, run in two ways: a layer at a time over a prompt, and whole for one token.
 
-Letters: `B` batch, `T` positions of a block, `S` positions of the prompt, `K` key/value heads, `H` head dim,
-`D` model dim, `F` MLP dim, `V` vocabulary, `L` layers.
+Letters: `B` batch, `T` positions of a block, `S` positions of the prompt, `Q` sampled positions, `K` key/value
+heads, `G` query heads per key/value head, `H` head dim, `D` model dim, `F` MLP dim, `V` vocabulary, `L` layers.
 
 Parameters have the names of Hugging Face's Llama; kernels are [in, out], as Flax has them.
 """
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from rajax.models.attention import Attention, HostPath, NewToken, Rope, StaticZone, Zone
+from rajax.models.attention import Attention, DeviceCache, HostPath, NewToken, Rope, Zone
 from rajax.models.config import LlamaConfig
 
 ACTIVATIONS = {
@@ -63,19 +63,24 @@ class Layer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, rngs=rngs)
 
-    def prefill(self, x: jax.Array, rope: Rope, *, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def prefill(
+        self, x: jax.Array, rope: Rope, sampled: jax.Array, *, block: int
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """The layer over a whole prompt, `block` positions at a time.
 
         Args:
           x: [B, S, D]; S is a multiple of `block`. Positions past a prompt's end may hold anything finite:
             nothing before them attends to them.
           rope: the rotary embedding.
+          sampled: [Q] int32, the positions whose queries are wanted.
           block: positions per step. Besides x, keys and values every array has this many rows.
 
         Returns:
-          The output [B, S, D], keys and values [B, K, S, H].
+          The output [B, S, D], keys and values [B, K, S, H], and the sampled queries [B, K, G, Q, H].
         """
         batch, length, width = x.shape
+        positions = jnp.broadcast_to(sampled, (batch, len(sampled)))
+        queries = self.self_attn.queries(self.input_layernorm(x[:, sampled]), positions, rope)
         starts = jnp.arange(0, length, block)
         blocks = x.reshape(batch, length // block, block, width).swapaxes(0, 1)
 
@@ -95,7 +100,7 @@ class Layer(nnx.Module):
             return x + self.mlp(self.post_attention_layernorm(x))
 
         out = jax.lax.map(rest, (starts, blocks))
-        return out.swapaxes(0, 1).reshape(x.shape), keys, values
+        return out.swapaxes(0, 1).reshape(x.shape), keys, values, queries
 
     def decode(self, x: jax.Array, *args, **kwargs) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The layer over one token per sequence; arguments and results are those of `Attention.decode`."""
@@ -130,7 +135,7 @@ class Llama(nnx.Module):
     def decode(
         self,
         tokens: jax.Array,
-        cache: StaticZone,
+        cache: DeviceCache,
         active: jax.Array,
         rope: Rope,
         *,
@@ -141,14 +146,14 @@ class Llama(nnx.Module):
 
         Args:
           tokens: [B] int32.
-          cache: the static zone.
+          cache: the keys and values on the device.
           active: [B] bool; what comes out for a sequence that has ended is garbage.
           rope: the rotary embedding.
           zone: the static zone's layout.
           host: attention over the offloaded keys, or None where nothing leaves the device.
 
         Returns:
-          Logits [B, V] in float32 for the token after, and what `StaticZone.append` needs.
+          Logits [B, V] in float32 for the token after, and what `DeviceCache.append` needs.
         """
         x = self.embed(tokens[:, None])
         keys, values = [], []
@@ -158,6 +163,7 @@ class Llama(nnx.Module):
                     x,
                     cache.keys[i],
                     cache.values[i],
+                    cache.log_counts[i],
                     cache.lengths,
                     active,
                     rope,

@@ -13,12 +13,9 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from rajax.retrieval import RetrievalConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +23,7 @@ class Found:
     """What a search found.
 
     Attributes:
-      ids: [G, R] integers, positions among the indexed keys, without duplicates in a row.
+      ids: [G, R] integers, positions among the indexed keys, best first, without duplicates in a row.
       scores: [G, R] float32, the exact inner products; -inf where fewer than R keys were found.
       scanned: keys whose score was looked at in any form, per query.
     """
@@ -44,12 +41,13 @@ class Index(Protocol):
         """Memory that the index holds besides the keys it was given."""
         ...
 
-    def search(self, queries: np.ndarray, top_k: int) -> Found:
+    def search(self, queries: np.ndarray, scored: int, leaves: float) -> Found:
         """The keys with the largest inner products with each query.
 
         Args:
           queries: [G, H] float32.
-          top_k: keys to find per query; where there are fewer, all are found.
+          scored: keys to find per query, their scores exact; where there are fewer, all are found.
+          leaves: the share of the index to look at, above 0 and at most 1. An exact index looks at all.
         """
         ...
 
@@ -62,57 +60,73 @@ class ExactIndex:
     def __init__(self, keys: np.ndarray):
         self.keys = keys
 
-    def search(self, queries: np.ndarray, top_k: int) -> Found:
-        scores = queries @ self.keys.T
-        return Found(*select_top(scores, top_k), scanned=len(self.keys))
+    def search(self, queries: np.ndarray, scored: int, leaves: float = 1.0) -> Found:
+        ids, scores = select_top(queries @ self.keys.T, scored)
+        order = np.argsort(-scores, axis=1)
+        ids, scores = (np.take_along_axis(a, order, axis=1) for a in (ids, scores))
+        return Found(ids, scores, scanned=len(self.keys))
 
 
 class ScannIndex:
-    """ScaNN: a partition tree, an anisotropically quantized scan, and exact rescoring (arXiv 1908.10396)."""
+    """ScaNN: a partition tree, a quantized scan, and exact rescoring (arXiv 1908.10396).
+
+    Args:
+      keys: [S, H] float32.
+      root: [H, H] or None. The keys are indexed as k @ root and searched for with q @ inverse(root), which leaves
+        every score as it is, and measures what partitioning and quantization lose as the queries feel it.
+      quantized: whether the keys in the searched leaves are scanned by four-bit codes first. Without, all of them
+        are scored exactly; that is slower to search and much faster to build.
+    """
 
     # Measured on real queries and keys by benchmarks/search.py. ScaNN's guide proposes anisotropic
-    # quantization for inner products; attention's keys are found better without, and built faster.
+    # quantization for inner products; attention's keys are found better without, and built faster. A code per
+    # dimension instead of one per two makes the scan half slower and lets it rescore half as many keys.
     FEWEST_KEYS = 16  # its codebooks have 16 entries, and ScaNN refuses to learn them from fewer keys
     TRAINING_ITERATIONS = 8
     TRAINING_SAMPLE = 2000
-    DIMENSIONS_PER_BLOCK = 2
-    REORDER_FACTOR = 4  # quantized candidates rescored exactly, per key wanted
+    DIMENSIONS_PER_BLOCK = 1
 
-    def __init__(self, keys: np.ndarray, leaves_searched: float):
+    def __init__(self, keys: np.ndarray, root: np.ndarray | None = None, *, quantized: bool = True):
         count, head_dim = keys.shape
-        leaves = max(1, min(count, 2 * math.isqrt(count)))
         self.count = count
-        self.leaves_to_search = max(1, round(leaves * leaves_searched))
-        self.leaves = leaves
+        self.leaves = max(1, min(count, 2 * math.isqrt(count)))
+        self.queries_root = None if root is None else np.linalg.inv(root).T.astype(np.float32)
         # A float32 copy of the keys for rescoring, four bits per block of dimensions, and the centroids.
         self.bytes = 4 * count * head_dim + count * head_dim // (2 * self.DIMENSIONS_PER_BLOCK)
-        self.bytes += 4 * leaves * head_dim
-        self._searcher: Any = (
+        self.bytes += 4 * self.leaves * head_dim
+        builder = (
             _scann()
-            .builder(keys, 1, "dot_product")
+            .builder(keys if root is None else keys @ root, 1, "dot_product")
             .tree(
-                num_leaves=leaves,
-                num_leaves_to_search=self.leaves_to_search,
+                num_leaves=self.leaves,
+                num_leaves_to_search=1,
                 training_iterations=self.TRAINING_ITERATIONS,
                 quantize_centroids=False,
             )
-            .score_ah(self.DIMENSIONS_PER_BLOCK, training_sample_size=self.TRAINING_SAMPLE)
-            .reorder(self.REORDER_FACTOR)
-            .build()
         )
+        if quantized:
+            builder = builder.score_ah(
+                self.DIMENSIONS_PER_BLOCK, training_sample_size=self.TRAINING_SAMPLE
+            ).reorder(1)
+        else:
+            builder = builder.score_brute_force()
+        self._searcher: Any = builder.build()
 
-    def search(self, queries: np.ndarray, top_k: int) -> Found:
-        top_k = min(top_k, self.count)
-        leaves = self.leaves if top_k == self.count else self.leaves_to_search
-        ids, scores = self._searcher.search_batched(
+    def search(self, queries: np.ndarray, scored: int, leaves: float = 1.0) -> Found:
+        scored = min(scored, self.count)
+        searched = self.leaves if scored == self.count else max(1, round(self.leaves * leaves))
+        if self.queries_root is not None:
+            queries = queries @ self.queries_root
+        ids, scores = self._searcher.search_batched_parallel(
             queries,
-            final_num_neighbors=top_k,
-            pre_reorder_num_neighbors=min(self.count, top_k * self.REORDER_FACTOR),
-            leaves_to_search=leaves,
+            final_num_neighbors=scored,
+            pre_reorder_num_neighbors=scored,
+            leaves_to_search=searched,
+            batch_size=1,
         )
         # Where the leaves held too few keys ScaNN fills up with id 0 and score NaN.
         scores = np.where(np.isnan(scores), np.float32(-np.inf), scores)
-        return Found(ids, scores, scanned=self.count * leaves // self.leaves)
+        return Found(ids, scores, scanned=self.count * searched // self.leaves)
 
 
 @functools.cache
@@ -139,14 +153,18 @@ def select_top(scores: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.take_along_axis(scores, ids, axis=1)
 
 
-def _scann_or_exact(keys: np.ndarray, config: RetrievalConfig) -> Index:
-    if len(keys) < max(config.exact_below, ScannIndex.FEWEST_KEYS):
+def _scann_or_exact(keys: np.ndarray, exact_below: int, root: np.ndarray | None) -> Index:
+    if len(keys) < max(exact_below, ScannIndex.FEWEST_KEYS):
         return ExactIndex(keys)
-    return ScannIndex(keys, config.leaves_searched)
+    return ScannIndex(keys, root)
 
 
-INDEXES: dict[str, Callable[[np.ndarray, RetrievalConfig], Index]] = {
-    "exact": lambda keys, config: ExactIndex(keys),
+INDEXES: dict[str, Callable[[np.ndarray, int, np.ndarray | None], Index]] = {
+    "exact": lambda keys, exact_below, root: ExactIndex(keys),
     "scann": _scann_or_exact,
 }
-"""The one registry of index kinds: name -> what builds one over keys [S, H] float32."""
+"""The one registry of index kinds: name -> what builds one.
+
+Arguments are keys [S, H] float32, the number of keys below which a kind may scan them all, and the root of the
+queries' second moment [H, H], or None, for kinds that can use it.
+"""

@@ -19,10 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from rajax.budget import Exam
 from rajax.host_path import CallbackHostPath
-from rajax.models import Llama, Rope, StaticZone, Zone
+from rajax.kernels.partial_attention import BLOCK_S
+from rajax.models import DeviceCache, Llama, Rope, Zone
+from rajax.models.lesson import Lesson, learn, sample_positions
+from rajax.models.summary import CLUSTERS, UNIT, Summary, root_of, sealed_count, slots, summarize
 from rajax.retrieval import RetrievalConfig
-from rajax.store import HostStore
+from rajax.store import HostStore, Learned
 
 OnPrefill = Callable[[int, int], None]
 """Called with (layers done, layers in all) as the prompts of a batch go through the model."""
@@ -66,7 +70,10 @@ class Session:
         self._active = np.ones(len(lengths), bool)
         self._seen, self._capacity = np.array(lengths), np.array(capacity)
         self._parts: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in range(config.num_hidden_layers)]
-        self._cache: StaticZone | None = None
+        self._cache: DeviceCache | None = None
+        self._summaries: list[list[Summary]] = [[] for _ in range(config.num_hidden_layers)]
+        self._clusters = 0
+        """Clusters of the summary on the device, C, room for the answer's included."""
 
         frequencies = [config.rope.frequencies(config.head_dim, length) for length in capacity]
         self.rope = Rope(
@@ -89,6 +96,12 @@ class Session:
                     head_dim=config.head_dim,
                     capacities=offloaded,
                 )
+                if retrieval.summary:
+                    # A prompt's last unit may be short, and the GPU's kernel takes keys in blocks.
+                    device_slots = zone.size + slots(bucket(max(offloaded)) + UNIT)
+                    self._clusters = -(-device_slots // BLOCK_S) * BLOCK_S - zone.size
+        self._clustered = [0] * len(lengths)
+        """The clusters of each sequence so far."""
 
     def __enter__(self) -> Session:
         return self
@@ -96,25 +109,53 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def take(self, layer: int, sequence: int, keys: jax.Array, values: jax.Array) -> None:
-        """Takes one layer's keys and values [1, K, S, H] of one prompt. Layers come in order."""
+    def take(
+        self,
+        layer: int,
+        sequence: int,
+        keys: jax.Array,
+        values: jax.Array,
+        queries: jax.Array,
+        positions: np.ndarray,
+    ) -> None:
+        """Takes one layer of one prompt. Layers come in order.
+
+        Args:
+          layer: its number.
+          sequence: the prompt's number.
+          keys: [1, K, S, H].
+          values: [1, K, S, H].
+          queries: [1, K, G, Q, H], those at `positions`.
+          positions: [Q], from `models.lesson.sample_positions`.
+        """
         length = self.lengths[sequence]
         self._parts[layer].append(
             (_static_part(keys, length, zone=self.zone), _static_part(values, length, zone=self.zone))
         )
-        if self.store is not None:
-            first, count = self.zone.sinks, self.zone.offloaded(length)
-            offloaded = (np.asarray(a)[0, :, first : first + count] for a in (keys, values))
-            self.store.put(layer, sequence, *offloaded)
+        summary = None
+        if self.store is not None and (count := self.zone.offloaded(length)):
+            first, window = self.zone.sinks, self.zone.window
+            lesson = _learn(keys, values, queries, positions, length, sinks=first, window=window)
+            sealed = count
+            if self._clusters:
+                sealed, summary = sealed_count(count), _stored(lesson.summary, keys.dtype)
+                self._clustered[sequence] = slots(sealed)
+            k, v = (np.asarray(a)[0, :, first : first + count] for a in (keys, values))
+            self.store.put(layer, sequence, k, v, _learned(lesson, summary, sealed))
+        self._summaries[layer].append(_room_for(summary, self._clusters, keys))
 
     def finish_prefill(self) -> float:
         """Makes the session ready to step; returns the seconds it waited for indexes."""
-        keys, values = [], []
+        keys, values, log_counts = [], [], []
         for layer in range(len(self._parts)):
             parts, self._parts[layer] = self._parts[layer], []
-            keys.append(jnp.concatenate([k for k, _ in parts]))
-            values.append(jnp.concatenate([v for _, v in parts]))
-        cache = StaticZone(tuple(keys), tuple(values), jnp.asarray(self.lengths, jnp.int32))
+            summaries, self._summaries[layer] = self._summaries[layer], []
+            pairs = list(zip(parts, summaries, strict=True))
+            keys.append(jnp.stack([jnp.concatenate([k[0], s.keys], axis=1) for (k, _), s in pairs]))
+            values.append(jnp.stack([jnp.concatenate([v[0], s.values], axis=1) for (_, v), s in pairs]))
+            log_counts.append(jnp.stack([s.log_counts for s in summaries]))
+        lengths = jnp.asarray(self.lengths, jnp.int32)
+        cache = DeviceCache(tuple(keys), tuple(values), tuple(log_counts), lengths)
         # As a step returns it: an array that is not bound to its device would compile the step twice.
         (device,) = self._leaves[0].devices()
         self._cache = jax.device_put(cache, device)
@@ -156,13 +197,34 @@ class Session:
         if self.store is not None:
             logits.block_until_ready()
             self.store.raise_failure()
+            for sequence in np.flatnonzero(active).tolist():
+                self._grow(sequence)
         return logits
+
+    def _grow(self, sequence: int) -> None:
+        """Has the host index a tail that is long enough, and adopts it when that is done."""
+        assert self.store is not None
+        assert self._cache is not None
+        if self.store.tail(sequence) >= UNIT:
+            self.store.start_sealing(sequence, UNIT)
+        if not self.store.ready_to_adopt(sequence):
+            return
+        clusters = means = None
+        start = self._clustered[sequence]
+        if self._clusters:
+            # One program for all layers, [L, K, ...].
+            new = (np.stack(arrays) for arrays in zip(*self.store.sealing(sequence), strict=True))
+            self._cache, clusters, means = _seal(self._cache, *new, sequence, start, zone=self.zone)
+            clusters, means = np.asarray(clusters), np.asarray(means.astype(jnp.float32))
+            self._clustered[sequence] += CLUSTERS
+        self.store.adopt(sequence, clusters, means, start)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of keys and values on the device."""
+        """Bytes of keys and values on the device, those of the summary included."""
         assert self._cache is not None
-        return sum(a.nbytes for a in (*self._cache.keys, *self._cache.values))
+        cache = self._cache
+        return sum(a.nbytes for a in (*cache.keys, *cache.values, *cache.log_counts))
 
     def close(self) -> None:
         """Frees the host's memory and threads, after any step that still runs."""
@@ -212,16 +274,20 @@ def _hidden_states(
 ) -> Iterable[jax.Array]:
     """The last layer's output [1, S, D] of each prompt in turn."""
     layers = [_split(layer) for layer in model.layers]
+    window = min(session.zone.window for session in sessions)
     for sequence, prompt in enumerate(prompts):
         length = bucket(len(prompt))
         tokens = np.zeros((1, length), np.int32)
         tokens[0, : len(prompt)] = prompt
         rope = jax.tree.map(lambda a, i=sequence: a[i : i + 1], sessions[0].rope)
+        positions = sample_positions(len(prompt), window)
         x = model.embed(jnp.asarray(tokens))
         for i, (static, leaves) in enumerate(layers):
-            x, keys, values = _prefill_layer(static, leaves, x, rope, block=min(BLOCK, length))
+            x, keys, values, queries = _prefill_layer(
+                static, leaves, x, rope, positions, block=min(BLOCK, length)
+            )
             for session in sessions:
-                session.take(i, sequence, keys, values)
+                session.take(i, sequence, keys, values, queries, positions)
             if on_prefill is not None:
                 x.block_until_ready()
                 on_prefill(sequence * len(layers) + i + 1, len(prompts) * len(layers))
@@ -241,8 +307,8 @@ def _join(static: Any, leaves: list[jax.Array]) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames=("static", "block"), donate_argnames=("x",))
-def _prefill_layer(static, leaves, x, rope, *, block):
-    return _join(static, leaves).prefill(x, rope, block=block)
+def _prefill_layer(static, leaves, x, rope, sampled, *, block):
+    return _join(static, leaves).prefill(x, rope, sampled, block=block)
 
 
 @functools.partial(jax.jit, static_argnames=("static",))
@@ -259,6 +325,63 @@ def _decode_step(static, leaves, cache, tokens, active, rope, handle, *, zone, o
 @functools.partial(jax.jit, static_argnames=("zone",), donate_argnames=("cache",))
 def _append(cache, new, active, *, zone):
     return cache.append(zone, new, active)
+
+
+@functools.partial(jax.jit, static_argnames=("sinks", "window"))
+def _learn(keys, values, queries, positions, length, *, sinks, window):
+    return learn(keys[0], values[0], queries[0], positions, length, sinks=sinks, window=window)
+
+
+@functools.partial(jax.jit, static_argnames=("zone",), donate_argnames=("cache",))
+def _seal(cache, keys, values, moments, sequence, start, *, zone):
+    """Adds a unit of keys [L, K, UNIT, H] to one sequence's summary: the cache, their clusters and those' means."""
+    summary, clusters = jax.vmap(summarize, in_axes=(0, 0, None, 0))(
+        keys, values, jnp.int32(UNIT), root_of(moments)
+    )
+    summary = _stored(summary, cache.keys[0].dtype)
+    layers = [jax.tree.map(lambda a, i=i: a[i], summary) for i in range(len(keys))]
+    return cache.add_clusters(zone, layers, sequence, start), clusters, summary.keys
+
+
+def _stored(summary: Summary, dtype: Any) -> Summary:
+    """A summary as the cache holds it."""
+    return Summary(summary.keys.astype(dtype), summary.values.astype(dtype), summary.log_counts)
+
+
+def _room_for(summary: Summary | None, clusters: int, keys: jax.Array) -> Summary:
+    """A summary of `clusters` clusters, those of `summary` first and the others empty."""
+    _, heads, _, width = keys.shape
+    if summary is None:
+        nothing = jnp.zeros((heads, 0, width), keys.dtype)
+        summary = Summary(nothing, nothing, jnp.zeros((heads, 0)))
+    free = clusters - summary.keys.shape[1]
+    return Summary(
+        jnp.pad(summary.keys, ((0, 0), (0, free), (0, 0))),
+        jnp.pad(summary.values, ((0, 0), (0, free), (0, 0))),
+        jnp.pad(summary.log_counts, ((0, 0), (0, free)), constant_values=-jnp.inf),
+    )
+
+
+def _learned(lesson: Lesson, summary: Summary | None, sealed: int) -> Learned:
+    """What the host needs of a lesson, as NumPy arrays."""
+    host: Any = jax.tree.map(np.asarray, lesson)
+    heads, _, width = host.exam.shape
+    if summary is None:
+        clusters = np.full((heads, sealed), -1, np.int32)
+        means = mean_values = np.zeros((heads, 0, width), np.float32)
+        log_counts = np.zeros((heads, 0), np.float32)
+    else:
+        clusters = host.clusters[:, :sealed]
+        means, mean_values, log_counts = (
+            np.asarray(a, np.float32)[:, : slots(sealed)]
+            for a in (summary.keys, summary.values, summary.log_counts)
+        )
+    seen = host.seen
+    exams = [
+        Exam(host.exam[k], seen.numerator[0, k], seen.denominator[0, k], seen.max[0, k], *clusters_of_head)
+        for k, clusters_of_head in enumerate(zip(means, mean_values, log_counts, strict=True))
+    ]
+    return Learned(sealed, clusters, host.root, host.queries, host.routes, exams)
 
 
 @functools.partial(jax.jit, static_argnames=("zone",))

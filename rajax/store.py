@@ -1,11 +1,12 @@
 """The offloaded keys and values of one request, in host memory, and attention over them.
 
-One `HostStore` belongs to one request. The prefill fills it a layer at a time and its indexes are built on
+One `HostStore` belongs to one request. The prefill fills it a layer at a time and its heads are prepared on
 background threads while the next layers run; decode appends the tokens that leave the window and asks for
 the partial attention of its queries. Nothing here may touch JAX: it runs inside host callbacks, where that
 can deadlock.
 
-Letters: `B` batch, `K` key/value heads, `G` query heads per key/value head, `S` offloaded keys, `H` head dim.
+Letters: `B` batch, `K` key/value heads, `G` query heads per key/value head, `S` offloaded keys, `H` head dim,
+`C` clusters.
 """
 
 from __future__ import annotations
@@ -14,76 +15,37 @@ import dataclasses
 import itertools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from rajax.index import INDEXES, ExactIndex, Index, select_top
+from rajax.budget import Exam, choose_budget, choose_projection
+from rajax.head import Head, Search, Segment, check_keys
+from rajax.index import ExactIndex
 from rajax.kernels.partial import Partial, no_keys
 from rajax.retrieval import RetrievalConfig
+from rajax.routes import Routes
 
 
-class Head:
-    """The offloaded keys and values of one (sequence, layer, key/value head).
+@dataclasses.dataclass(frozen=True)
+class Learned:
+    """What a layer's keys/value heads get from the prompt: `models.lesson.Lesson` as NumPy arrays.
 
-    The first `indexed` keys are in the index; the others, which came while decoding, are the tail and are
-    searched exactly, so a key can be found from the moment it is appended.
+    Attributes:
+      sealed: the first offloaded keys that the summary stands for; all others are tail.
+      clusters: [K, sealed] int32.
+      root: [K, H, H].
+      queries, routes: [K, Q, H] and [K, Q, R].
+      exams: per head.
     """
 
-    def __init__(self, capacity: int, head_dim: int):
-        self.keys = np.empty((capacity, head_dim), np.float32)
-        self.values = np.empty((capacity, head_dim), np.float32)
-        self.count = 0
-        self.indexed = 0
-        self.index: Index | None = None
-
-    def append(self, keys: np.ndarray, values: np.ndarray) -> None:
-        """Takes keys and values [n, H] in."""
-        end = self.count + len(keys)
-        self.keys[self.count : end] = keys
-        self.values[self.count : end] = values
-        self.count = end
-
-    def build(self, config: RetrievalConfig) -> None:
-        """Indexes all keys so far.
-
-        Raises:
-          FloatingPointError: keys that no search can order. ScaNN would end the process.
-        """
-        with np.errstate(over="ignore", invalid="ignore"):
-            lengths = np.einsum("sh,sh->s", self.keys[: self.count], self.keys[: self.count])
-        if not np.isfinite(lengths).all():
-            raise FloatingPointError(
-                "the model's keys are not finite or too large for float32: the weights are damaged, or overflow "
-                "in this dtype; try dtype='float32'"
-            )
-        self.index = INDEXES[config.index](self.keys[: self.count], config)
-        self.indexed = self.count
-
-    def search(self, queries: np.ndarray, top_k: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """The best `top_k` of indexed keys and tail: ids [G, R], exact scores [G, R], keys scanned per query."""
-        ids = np.empty((len(queries), 0), np.int64)
-        scores = np.empty((len(queries), 0), np.float32)
-        scanned = 0
-        if self.index is not None and self.indexed:
-            found = self.index.search(queries, top_k)
-            ids, scores, scanned = found.ids, found.scores, found.scanned
-        if self.count > self.indexed:
-            tail = np.arange(self.indexed, self.count)
-            tail_scores = queries @ self.keys[self.indexed : self.count].T
-            all_ids = np.concatenate([ids, np.broadcast_to(tail, tail_scores.shape)], axis=1)
-            columns, scores = select_top(np.concatenate([scores, tail_scores], axis=1), top_k)
-            ids = np.take_along_axis(all_ids, columns, axis=1)
-            scanned += len(tail)
-        return ids, scores, scanned
-
-    def attend(self, ids: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Numerator [G, H], denominator [G] and max [G] of the attention over the found keys."""
-        top = scores.max(axis=1)
-        weights = np.exp(scores - np.where(np.isneginf(top), np.float32(0), top)[:, None])
-        numerator = np.matmul(weights[:, None, :], self.values[ids])[:, 0]
-        return numerator, weights.sum(axis=1), top
+    sealed: int
+    clusters: np.ndarray
+    root: np.ndarray
+    queries: np.ndarray
+    routes: np.ndarray
+    exams: list[Exam]
 
 
 @dataclasses.dataclass
@@ -92,17 +54,28 @@ class Counters:
 
     offloaded: int = 0
     scanned: int = 0
+    scored: int = 0
     retrieved: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One search, kept to be compared with an exact one."""
+    """One search, kept to be compared with an exact one over the keys that were sealed then.
 
-    head: Head
+    Attributes:
+      layer, sequence, kv_head: whose search it was.
+      sealed, count: keys sealed and keys in all.
+      queries: [G, H].
+      found: what was found.
+    """
+
+    layer: int
+    sequence: int
+    kv_head: int
+    sealed: int
     count: int
     queries: np.ndarray
-    ids: np.ndarray
+    found: Search
 
 
 class HostStore:
@@ -119,36 +92,87 @@ class HostStore:
     ):
         self.config = config
         self.heads = [
-            [[Head(capacity, head_dim) for _ in range(kv_heads)] for capacity in capacities]
+            [[Head(capacity, head_dim, config) for _ in range(kv_heads)] for capacity in capacities]
             for _ in range(layers)
         ]
         """The heads, by layer, sequence and key/value head."""
         self.counters = Counters()
         self._builders = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="rajax-build")
-        self._searchers = ThreadPoolExecutor(1, thread_name_prefix="rajax-search")
-        self._builds: list[Future[None]] = []
+        self._searcher = ThreadPoolExecutor(1, thread_name_prefix="rajax-search")
+        self._preparing: list[Future[None]] = []
+        self._sealing: dict[int, list[list[Future[Segment]]]] = {}
         self._searches: dict[int, Future[Partial]] = {}
         self._tickets = itertools.count()
         self._failure: BaseException | None = None
         self.samples: list[Sample] = []
-        """The searches of the first `recall_steps` decode steps."""
-        self._samples_wanted = config.recall_steps * layers
+        """The searches that were kept."""
+        self.keep_samples = config.recall_steps * layers
+        """How many of the next layers' searches are kept."""
         self.handle = _register(self)
 
     # --- prefill
 
-    def put(self, layer: int, sequence: int, keys: np.ndarray, values: np.ndarray) -> None:
-        """Takes a prompt's offloaded keys and values [K, S, H], and starts to index them."""
-        for head, k, v in zip(self.heads[layer][sequence], keys, values, strict=True):
-            head.append(k, v)
-            if head.count:
-                self._builds.append(self._builders.submit(head.build, self.config))
+    def put(self, layer: int, sequence: int, keys: np.ndarray, values: np.ndarray, learned: Learned) -> None:
+        """Takes a prompt's offloaded keys and values [K, S, H], and starts to prepare their search."""
+        for k, head in enumerate(self.heads[layer][sequence]):
+            head.append(keys[k], values[k])
+            self._preparing.append(self._builders.submit(_prepare, head, learned, k))
 
     def wait_built(self) -> None:
-        """Waits for all indexes; raises what a build raised."""
-        builds, self._builds = self._builds, []
-        for build in builds:
-            build.result()
+        """Waits until all heads are prepared; raises what went wrong."""
+        preparing, self._preparing = self._preparing, []
+        for head in preparing:
+            head.result()
+
+    # --- growth, called between steps
+
+    def tail(self, sequence: int) -> int:
+        """How many of a sequence's keys are not sealed."""
+        head = self.heads[0][sequence][0]
+        return head.count - head.sealed
+
+    def start_sealing(self, sequence: int, count: int) -> None:
+        """Starts to index the first `count` keys of a sequence's tail, unless some are being indexed."""
+        if sequence not in self._sealing:
+            self._sealing[sequence] = [
+                [self._builders.submit(_seal, head, head.sealed + count) for head in layer[sequence]]
+                for layer in self.heads
+            ]
+
+    def ready_to_adopt(self, sequence: int) -> bool:
+        """Whether the keys that `start_sealing` began with are indexed."""
+        sealing = self._sealing.get(sequence)
+        return sealing is not None and all(build.done() for layer in sealing for build in layer)
+
+    def sealing(self, sequence: int) -> Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Per layer, the keys and values [K, n, H] that are being sealed, and the moment [K, H, H] of the queries
+        since the last were."""
+        for layer, builds in zip(self.heads, self._sealing[sequence], strict=True):
+            heads = layer[sequence]
+            new = slice(heads[0].sealed, builds[0].result().end)
+            yield (
+                np.stack([head.keys[new] for head in heads]),
+                np.stack([head.values[new] for head in heads]),
+                np.stack([head.moment for head in heads]),
+            )
+
+    def adopt(self, sequence: int, clusters: np.ndarray | None, means: np.ndarray | None, start: int) -> None:
+        """From now on the keys that `start_sealing` began with are searched by their index.
+
+        Args:
+          sequence: whose.
+          clusters: [L, K, n] int32, the clusters of its keys; None without a summary.
+          means: [L, K, c, H], the mean keys of those clusters as the device has them.
+          start: the device's number of the first of them.
+        """
+        for layer, builds in enumerate(self._sealing.pop(sequence)):
+            for k, build in enumerate(builds):
+                head = self.heads[layer][sequence][k]
+                numbers = None
+                if clusters is not None and means is not None:
+                    head.means = np.concatenate([head.means[:start], means[layer, k]])
+                    numbers = clusters[layer, k] + start
+                head.adopt(build.result(), numbers)
 
     # --- decode, called from inside a jitted step
 
@@ -161,7 +185,7 @@ class HostStore:
             for head, k, v in zip(heads, keys[sequence], values[sequence], strict=True):
                 head.append(k[None], v[None])
         ticket = next(self._tickets)
-        self._searches[ticket] = self._searchers.submit(self.attend, layer, queries, lengths)
+        self._searches[ticket] = self._searcher.submit(self.attend, layer, queries, lengths)
         return ticket
 
     def collect(self, ticket: int) -> Partial:
@@ -169,27 +193,28 @@ class HostStore:
         return self._searches.pop(ticket).result()
 
     def attend(self, layer: int, queries: np.ndarray, lengths: np.ndarray) -> Partial:
-        """The partial attention of queries [B, K, G, H] over the offloaded keys; none where lengths is -1."""
+        """The partial attention of queries [B, K, G, H] over the offloaded keys; none where lengths is -1.
+
+        One Python thread does it all: ScaNN has its own, and handing Python's lock over takes as long as a search.
+        """
         out = no_keys(*queries.shape)
         for sequence, heads in enumerate(self.heads[layer]):
             if lengths[sequence] < 0 or heads[0].count == 0:
                 continue
             for k, head in enumerate(heads):
                 q = queries[sequence, k]
-                ids, scores, scanned = head.search(q, self.config.top_k)
-                (
-                    out.numerator[sequence, k],
-                    out.denominator[sequence, k],
-                    out.max[sequence, k],
-                ) = head.attend(ids, scores)
+                found = head.search(q)
+                part = head.attend(q, found)
+                out.numerator[sequence, k], out.denominator[sequence, k], out.max[sequence, k] = part
+                head.learn(q, found)
+                tail = len(q) * (head.count - head.sealed)
                 self.counters.offloaded += len(q) * head.count
-                self.counters.scanned += len(q) * scanned
-                self.counters.retrieved += int(np.isfinite(scores).sum())
-                if self._samples_wanted > 0:
-                    self.samples.append(
-                        Sample(head, head.count, q.copy(), np.where(scores > -np.inf, ids, -1))
-                    )
-        self._samples_wanted -= 1
+                self.counters.scanned += len(q) * found.scanned
+                self.counters.scored += found.scored + tail
+                self.counters.retrieved += int((found.scores > -np.inf).sum()) + tail
+                if self.keep_samples > 0:
+                    self.samples.append(Sample(layer, sequence, k, head.sealed, head.count, q.copy(), found))
+        self.keep_samples -= 1
         return out
 
     def fail(self, failure: BaseException) -> None:
@@ -204,11 +229,15 @@ class HostStore:
     # --- afterwards
 
     def recall(self) -> float | None:
-        """Mean recall@k of the sampled searches against exact ones, k = top_k; None without samples."""
+        """Mean recall@k of the kept searches among the keys they scored, k = top_k; None without samples."""
         shares = []
         for sample in self.samples:
-            exact = ExactIndex(sample.head.keys[: sample.count]).search(sample.queries, self.config.top_k)
-            shares += [np.isin(wanted, got).mean() for wanted, got in zip(exact.ids, sample.ids, strict=True)]
+            keys = self.heads[sample.layer][sample.sequence][sample.kv_head].keys[: sample.sealed]
+            exact = ExactIndex(keys).search(sample.queries, self.config.top_k)
+            shares += [
+                np.isin(wanted, got).mean()
+                for wanted, got in zip(exact.ids, sample.found.scored_ids, strict=True)
+            ]
         return float(np.mean(shares)) if shares else None
 
     @property
@@ -219,15 +248,13 @@ class HostStore:
     @property
     def index_bytes(self) -> int:
         """Bytes that the indexes hold besides."""
-        return sum(h.index.bytes for layer in self.heads for row in layer for h in row if h.index)
+        return sum(h.index_bytes for layer in self.heads for row in layer for h in row)
 
     def close(self) -> None:
         """Ends the threads and forgets the keys. No step may be running."""
         _unregister(self)
-        for build in self._builds:
-            build.cancel()
-        self._builders.shutdown()
-        self._searchers.shutdown()
+        self._builders.shutdown(cancel_futures=True)
+        self._searcher.shutdown()
         self.heads, self.samples = [], []
 
 
@@ -253,3 +280,21 @@ def by_handle(handle: int) -> HostStore | None:
     """The store of a request, or None where the request has ended, as an interrupted one may before its step."""
     with _lock:
         return _stores.get(handle)
+
+
+def _seal(head: Head, end: int) -> Segment:
+    return head.build(head.segment_start(end), end)
+
+
+def _prepare(head: Head, learned: Learned, k: int) -> None:
+    """Indexes a prompt's keys with what its queries taught, and sets the head's budget."""
+    check_keys(head.keys[: head.count])
+    if not learned.sealed:
+        return
+    exam = learned.exams[k]
+    head.means = exam.means
+    if head.config.projection and head.config.index == "scann" and head.config.leaves_searched != 0:
+        head.root = choose_projection(head.keys[: learned.sealed], learned.root[k], exam.queries)
+    head.adopt(head.build(0, learned.sealed), learned.clusters[k])
+    head.routes = Routes(learned.queries[k], learned.routes[k])
+    head.budget = choose_budget(head, exam)

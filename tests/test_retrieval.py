@@ -15,11 +15,13 @@ from random_llama import random_llama, random_tokens
 
 import rajax
 from rajax import store as store_module
+from rajax.head import Head, Search, Segment
 from rajax.index import INDEXES, ExactIndex, ScannIndex, select_top
 from rajax.kernels import Partial
-from rajax.models import Rope, StaticZone, Zone
+from rajax.models import DeviceCache, Rope, Zone
+from rajax.models.lesson import sample_positions
 from rajax.session import Session, _decode_step, _join, _prefill_layer, _split, bucket, prefill
-from rajax.store import Head, HostStore
+from rajax.store import HostStore
 
 ALL = 10**6
 """More keys than any text here has: everything is retrieved."""
@@ -86,14 +88,17 @@ def test_prefill_sees_only_what_came_before():
 def test_few_retrieved_keys_differ_from_dense():
     """The parity tests can fail: with one key retrieved the logits are far off."""
     model, (text,) = random_llama(4), random_tokens(4, 120)
-    near = rajax.logits(model, text, config(top_k=1))
+    near = rajax.logits(model, text, config(top_k=1), decode_from=100)
     assert np.abs(near - rajax.logits(model, text)).max() > 100 * TOLERANCE
 
 
 def test_more_keys_come_closer_to_dense():
     model, (text,) = random_llama(5), random_tokens(5, 160)
     dense = rajax.logits(model, text)
-    errors = [np.abs(rajax.logits(model, text, config(top_k=k)) - dense).mean() for k in (1, 16, 64, ALL)]
+    errors = [
+        np.abs(rajax.logits(model, text, config(top_k=k), decode_from=120) - dense).mean()
+        for k in (1, 16, 64, ALL)
+    ]
     assert errors == sorted(errors, reverse=True)
 
 
@@ -137,7 +142,9 @@ def test_the_device_holds_the_static_zone_and_the_host_the_rest():
     result = rajax.generate(model, text, max_new_tokens=10, stop=(), retrieval=config(recall_steps=4))
     c, s = model.config, result.statistics
     per_token = 2 * 4 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
-    assert s.device_kv_bytes == per_token * 12
+    # The static zone's 12 slots, and room for 52 clusters with their counts.
+    counts = 4 * 52 * c.num_hidden_layers * c.num_key_value_heads
+    assert s.device_kv_bytes == per_token * (12 + 52) + counts
     # The last token is made but never fed back.
     assert s.host_kv_bytes == per_token * (300 + 9 - 12)
     assert s.recall == 1.0
@@ -216,29 +223,37 @@ def test_two_requests_at_once_do_not_meet():
 def test_a_key_is_found_from_the_moment_it_is_appended():
     draw = np.random.default_rng(0)
     keys, values = draw.standard_normal((2, 400, 16)).astype(np.float32)
-    head = Head(400, 16)
+    head = Head(400, 16, config(index="exact", top_k=5))
     head.append(keys[:300], values[:300])
-    head.build(config(index="exact"))
+    head.adopt(head.build(0, 300))
     for i in range(300, 400):
         head.append(keys[i : i + 1], values[i : i + 1])
         query = keys[i : i + 1] * 10
-        ids, scores, scanned = head.search(query, 5)
-        exact, exact_scores = select_top(query @ keys[: i + 1].T, 5)
-        assert sorted(ids[0]) == sorted(exact[0])
-        np.testing.assert_allclose(np.sort(scores), np.sort(exact_scores), rtol=1e-5)
-        assert i in ids[0]
-        assert scanned == i + 1
+        found = head.search(query)
+        exact, exact_scores = select_top(query @ keys[:300].T, 5)
+        assert sorted(found.ids[0]) == sorted(exact[0])
+        np.testing.assert_allclose(np.sort(found.scores), np.sort(exact_scores), rtol=1e-5)
+        assert found.scanned == i + 1
+        # The best of the indexed keys, and the whole tail.
+        used = [*exact[0], *range(300, i + 1)]
+        scores = keys[used] @ query[0]
+        weights = np.exp(scores - scores.max())
+        numerator, denominator, _ = head.attend(query, found)
+        wanted = weights @ values[used] / weights.sum()
+        np.testing.assert_allclose(numerator[0] / denominator[0], wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [16, 17, 100, 3000])
 @pytest.mark.parametrize("leaves", [0.01, 0.5, 1.0])
-def test_scann_scores_are_exact_and_its_ids_distinct(count, leaves):
+@pytest.mark.parametrize("projected", [False, True])
+def test_scann_scores_are_exact_and_its_ids_distinct(count, leaves, projected):
     draw = np.random.default_rng(count)
     keys = draw.standard_normal((count, 24)).astype(np.float32)
     queries = draw.standard_normal((4, 24)).astype(np.float32)
-    index = ScannIndex(keys, leaves)
+    root = draw.standard_normal((24, 24)).astype(np.float32) + 6 * np.eye(24, dtype=np.float32)
+    index = ScannIndex(keys, root if projected else None)
     for top_k in (1, 50, count, 2 * count):
-        found = index.search(queries, top_k)
+        found = index.search(queries, top_k, leaves)
         assert found.ids.shape == found.scores.shape == (4, min(top_k, count))
         for row in range(4):
             real = np.isfinite(found.scores[row])
@@ -256,7 +271,7 @@ def test_scann_scores_are_exact_and_its_ids_distinct(count, leaves):
     "keys", [np.zeros((500, 8)), np.ones((500, 8)), np.full((500, 8), 1e4)], ids=["0", "1", "1e4"]
 )
 def test_keys_that_are_all_alike_are_all_found(keys):
-    found = ScannIndex(keys.astype(np.float32), 1.0).search(keys[:2].astype(np.float32), 500)
+    found = ScannIndex(keys.astype(np.float32)).search(keys[:2].astype(np.float32), 500)
     assert sorted(found.ids[0].tolist()) == list(range(500))
     np.testing.assert_allclose(found.scores, keys[0] @ keys[0], rtol=1e-5)
 
@@ -264,20 +279,20 @@ def test_keys_that_are_all_alike_are_all_found(keys):
 @pytest.mark.parametrize("bad", [3e19, np.inf, np.nan])
 def test_keys_too_large_for_a_search_are_refused(bad):
     """ScaNN would end the process."""
-    head = Head(100, 8)
+    head = Head(100, 8, config())
     head.append(np.full((100, 8), bad, np.float32), np.ones((100, 8), np.float32))
     with pytest.raises(FloatingPointError, match="keys are not finite or too large for float32"):
-        head.build(config())
+        head.build(0, 100)
 
 
 @pytest.mark.parametrize("count", [1, 15, 16])
 def test_a_handful_of_keys_is_searched_exactly_where_scann_cannot(count):
-    head = Head(count, 8)
+    head = Head(count, 8, config())
     keys = np.random.default_rng(3).standard_normal((count, 8)).astype(np.float32)
     head.append(keys, keys)
-    head.build(config())
-    assert isinstance(head.index, ScannIndex if count >= 16 else ExactIndex)
-    assert sorted(head.search(keys[:1], count)[0][0]) == list(range(count))
+    head.adopt(head.build(0, count))
+    assert isinstance(head.segments[0].index, ScannIndex if count >= 16 else ExactIndex)
+    assert sorted(head.search(keys[:1]).ids[0]) == list(range(count))
 
 
 def test_scann_finds_nearly_all_of_clustered_keys():
@@ -286,16 +301,18 @@ def test_scann_finds_nearly_all_of_clustered_keys():
     keys = (centers[draw.integers(0, 60, 6000)] + draw.standard_normal((6000, 32))).astype(np.float32)
     queries = (centers[:12] + draw.standard_normal((12, 32))).astype(np.float32)
     wanted = ExactIndex(keys).search(queries, 64).ids
-    got = ScannIndex(keys, 0.5).search(queries, 64).ids
+    got = ScannIndex(keys).search(queries, 64, 0.5).ids
     assert np.mean([np.isin(w, g).mean() for w, g in zip(wanted, got, strict=True)]) > 0.95
 
 
 def test_where_leaves_hold_too_few_keys_nothing_is_made_up():
     """A part with missing keys attends to those that were found, and without any to none."""
-    head = Head(4, 2)
+    head = Head(4, 2, config())
     head.append(np.eye(4, 2, dtype=np.float32), np.arange(8, dtype=np.float32).reshape(4, 2))
-    scores = np.array([[1.0, -np.inf], [-np.inf, -np.inf]], np.float32)
-    numerator, denominator, top = head.attend(np.array([[2, 0], [0, 0]]), scores)
+    head.sealed = 4
+    ids, scores = np.array([[2, 0], [0, 0]]), np.array([[1.0, -np.inf], [-np.inf, -np.inf]], np.float32)
+    found = Search(ids, scores, ids, scores, 4)
+    numerator, denominator, top = head.attend(np.zeros((2, 2), np.float32), found)
     np.testing.assert_allclose(numerator, [[4, 5], [0, 0]])
     np.testing.assert_allclose(denominator, [1, 0])
     np.testing.assert_array_equal(top, [1, -np.inf])
@@ -305,18 +322,18 @@ def test_recall_counts_what_an_exact_search_would_find():
     settings = config(index="exact", top_k=10, recall_steps=1)
     store = HostStore(settings, layers=1, kv_heads=1, head_dim=8, capacities=[100])
     draw = np.random.default_rng(2)
-    keys = draw.standard_normal((1, 100, 8)).astype(np.float32)
-    store.put(0, 0, keys, keys)
-    store.wait_built()
+    keys = draw.standard_normal((100, 8)).astype(np.float32)
 
     class Half:
         bytes = 0
 
-        def search(self, queries, top_k):
-            found = ExactIndex(keys[0]).search(queries, top_k)
+        def search(self, queries, scored, leaves):
+            found = ExactIndex(keys).search(queries, 10)
             return type(found)(found.ids[:, :5], found.scores[:, :5], 100)
 
-    store.heads[0][0][0].index = Half()
+    head = store.heads[0][0][0]
+    head.append(keys, keys)
+    head.adopt(Segment(0, 100, Half()))
     queries = draw.standard_normal((1, 1, 3, 8)).astype(np.float32)
     store.attend(0, queries, np.array([112]))
     assert store.recall() == 0.5
@@ -329,14 +346,20 @@ def test_recall_counts_what_an_exact_search_would_find():
         ({"index": "faiss"}, "index must be one of exact, scann; found 'faiss'"),
         ({"top_k": 0}, "top_k must be an integer of at least 1, found 0"),
         ({"index": ["scann"]}, "index must be one of exact, scann; found"),
-        ({"leaves_searched": "a"}, "leaves_searched must be above 0 and at most 1, found 'a'"),
+        ({"leaves_searched": "a"}, "leaves_searched must be from 0 to 1, or None; found 'a'"),
         ({"top_k": 2.5}, "top_k must be an integer"),
         ({"sink_tokens": -1}, "sink_tokens must be an integer of at least 0, found -1"),
         ({"window": 0}, "window must be an integer of at least 1, found 0"),
         ({"window": True}, "window must be an integer of at least 1, found True"),
-        ({"leaves_searched": 0}, "leaves_searched must be above 0 and at most 1, found 0"),
-        ({"leaves_searched": 1.5}, "leaves_searched must be above 0 and at most 1, found 1.5"),
-        ({"leaves_searched": float("nan")}, "leaves_searched must be above 0 and at most 1, found nan"),
+        ({"leaves_searched": 0}, "leaves_searched=0 does without the index and needs routes of at least 1"),
+        ({"leaves_searched": 1.5}, "leaves_searched must be from 0 to 1, or None; found 1.5"),
+        ({"leaves_searched": float("nan")}, "leaves_searched must be from 0 to 1, or None; found nan"),
+        ({"target_error": 0}, "target_error must be above 0 and below 1, or None; found 0"),
+        ({"target_error": 1}, "target_error must be above 0 and below 1, or None; found 1"),
+        ({"target_error": "small"}, "target_error must be above 0 and below 1, or None; found 'small'"),
+        ({"routes": -1}, "routes must be an integer of at least 0, found -1"),
+        ({"summary": 1}, "summary must be true or false, found 1"),
+        ({"projection": None}, "projection must be true or false, found None"),
         ({"exact_below": -1}, "exact_below must be an integer of at least 0, found -1"),
         ({"recall_steps": -1}, "recall_steps must be an integer of at least 0, found -1"),
     ],
@@ -364,10 +387,11 @@ class ForeignHostPath:
 
 def test_the_decode_step_lowers_for_cuda_with_the_kernel_between_submit_and_collect():
     """On whatever machine this is; no GPU is needed."""
-    model, zone, layers, slots = random_llama(14), Zone(3, 9), 3, (2, 2, 12, 16)
+    model, zone, layers, slots = random_llama(14), Zone(3, 9), 3, (2, 2, 12 + 28, 16)
     (graph, treedef), leaves = _split(model)
     zeros = (jnp.zeros(slots),) * layers
-    cache = StaticZone(zeros, zeros, jnp.array([60, 7], jnp.int32))
+    log_counts = (jnp.zeros((2, 2, slots[2] - zone.size)),) * layers
+    cache = DeviceCache(zeros, zeros, log_counts, jnp.array([60, 7], jnp.int32))
     rope = Rope(jnp.ones((2, 8)), jnp.ones(2))
 
     def step(leaves, cache, tokens, active, rope):
@@ -398,7 +422,10 @@ def test_no_array_of_the_prefill_is_as_large_as_the_prompt_squared():
     with Session(model, [length], [length], None) as session:
         static, leaves = _split(model.layers[0])
         x = jax.ShapeDtypeStruct((1, length, 64), np.float32)
-        jaxpr = jax.make_jaxpr(lambda x: _prefill_layer(static, leaves, x, session.rope, block=512))(x)
+        positions = sample_positions(length, 512)
+        jaxpr = jax.make_jaxpr(
+            lambda x: _prefill_layer(static, leaves, x, session.rope, positions, block=512)
+        )(x)
     sizes = list(_sizes(jaxpr.jaxpr))
     assert len(sizes) > 50
     # The largest are one layer's keys, and one block's scores: 9 heads of 512 by 512.

@@ -1,0 +1,356 @@
+"""How near retrieval comes to dense attention, on real text: a table, JSON, and the frontier as a picture.
+
+    python benchmarks/accuracy.py CKPT --text FILE --contexts 32768 --json OUT --plot OUT.png
+
+The first tokens of the text are the prompt. It is prefilled once; then dense attention and every setting of
+retrieval are stepped through the tokens that follow, the same for all (teacher forcing). The settings are ScaNN over
+the keys as they are (RetrievalAttention without its learned part), an exact search (the upper limit), routes alone,
+and the whole, each without and with the summary.
+
+Letters: `B` batch, `K` key/value heads, `G` query heads per key/value head, `S` keys, `H` head dim, `V` vocabulary,
+`L` layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import rajax
+from rajax.models import Llama, Zone
+from rajax.retrieval import RetrievalConfig
+from rajax.session import Session, prefill
+from rajax.store import Sample
+
+EVERY = 8
+"""One step in so many is compared with exact attention, head by head."""
+
+WANTED = 256
+"""Missed mass is counted against that of so many best keys."""
+
+
+def settings() -> dict[str, RetrievalConfig]:
+    """The settings by name; a name that ends in "+ summary" differs from the one without only in that."""
+    raw: dict[str, Any] = {"projection": False, "routes": 0}
+    plain = {
+        "scann 12 %": RetrievalConfig(leaves_searched=0.12, **raw),
+        "scann 25 %": RetrievalConfig(leaves_searched=0.25, **raw),
+        "scann 50 %": RetrievalConfig(leaves_searched=0.5, **raw),
+        "exact 100": RetrievalConfig(index="exact", top_k=100),
+        "exact 256": RetrievalConfig(index="exact"),
+        "routes": RetrievalConfig(leaves_searched=0, routes=16),
+        "whole": RetrievalConfig(),
+        "whole, error 2 %": RetrievalConfig(target_error=0.02),
+    }
+    both = {}
+    for name, config in plain.items():
+        both[name] = dataclasses.replace(config, summary=False)
+        both[f"{name} + summary"] = config
+    return both
+
+
+class Recording:
+    """A prefill that can be given to one session after another; stands among the sessions of `prefill`."""
+
+    def __init__(self, zone: Zone):
+        self.zone = zone
+        self.layers: list[tuple[Any, ...]] = []
+
+    def take(self, layer: int, sequence: int, *arrays: Any) -> None:
+        self.layers.append(tuple(np.asarray(a) for a in arrays))
+
+    def play(self, session: Session) -> float:
+        """Prefills the session; returns the seconds that it took to learn from the prompt and to index it."""
+        start = time.perf_counter()
+        for i, (keys, values, queries, positions) in enumerate(self.layers):
+            session.take(i, 0, jnp.asarray(keys), jnp.asarray(values), jnp.asarray(queries), positions)
+        session.finish_prefill()
+        return time.perf_counter() - start
+
+
+@dataclasses.dataclass
+class Fidelity:
+    """Sums of what `compare` finds, one number per query."""
+
+    recall: list[float] = dataclasses.field(default_factory=list)
+    missed: list[float] = dataclasses.field(default_factory=list)
+    errors: dict[int, list[float]] = dataclasses.field(default_factory=dict)
+
+
+def compare(session: Session, samples: list[Sample], into: Fidelity) -> None:
+    """Compares the searches of the step just made with exact attention over the same keys."""
+    cache, zone, store = session._cache, session.zone, session.store
+    assert cache is not None
+    assert store is not None
+    for layer in range(len(cache.keys)):
+        keys, values, counts = (np.asarray(a[layer])[0] for a in (cache.keys, cache.values, cache.log_counts))
+        for sample in (s for s in samples if s.layer == layer):
+            k, q = sample.kv_head, sample.queries
+            head = store.heads[layer][0][k]
+            assert (head.sealed, head.count) == (sample.sealed, sample.count)
+            scores = q @ head.keys[: sample.count].T
+            static = q @ keys[k, : zone.size].T
+            summary = q @ keys[k, zone.size :].T + counts[k]
+            part_numerator, part_denominator, part_top = head.attend(q, sample.found)
+            top = np.maximum(np.maximum(scores.max(1), static.max(1)), part_top)[:, None]
+            weights, static_weights, summary_weights = (np.exp(s - top) for s in (scores, static, summary))
+            seen = static_weights @ values[k, : zone.size]
+            exact = (seen + weights @ head.values[: sample.count]) / (static_weights.sum(1) + weights.sum(1))[
+                :, None
+            ]
+            rescale = np.exp(part_top[:, None] - top)
+            numerator = seen + summary_weights @ values[k, zone.size :] + rescale * part_numerator
+            denominator = static_weights.sum(1) + summary_weights.sum(1) + rescale[:, 0] * part_denominator
+            errors = np.linalg.norm(numerator / denominator[:, None] - exact, axis=1) / np.linalg.norm(
+                exact, axis=1
+            )
+            into.errors.setdefault(layer, []).extend(errors.tolist())
+
+            tail = np.arange(sample.sealed, sample.count)
+            wanted = np.argpartition(-scores, WANTED, axis=1)[:, :WANTED]
+            for row, best in enumerate(wanted):
+                best = best[np.argsort(-scores[row, best])]
+                found = np.isin(best, np.concatenate([sample.found.scored_ids[row], tail]))
+                mass = weights[row, best]
+                into.recall.append(float(found[:100].mean()))
+                into.missed.append(float(1 - mass[found].sum() / mass.sum()))
+
+
+def search_seconds(session: Session, samples: list[Sample]) -> float:
+    """Seconds of the searches of one step, all layers, each layer's heads on as many threads as there are cores."""
+    assert session.store is not None
+    heads = session.store.heads
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        total = 0.0
+        for layer in range(len(heads)):
+            here = [(heads[layer][0][s.kv_head], s.queries) for s in samples if s.layer == layer]
+            start = time.perf_counter()
+            for search in [pool.submit(head.search, queries) for head, queries in here]:
+                search.result()
+            total += time.perf_counter() - start
+    return total
+
+
+def steps(session: Session, tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Steps through the tokens; yields the log-probabilities [V] after each."""
+    for i, token in enumerate(tokens):
+        yield i, np.asarray(jax.nn.log_softmax(session.step([token])[0]))
+
+
+def measure(
+    model: Llama,
+    recording: Recording,
+    config: RetrievalConfig,
+    context: int,
+    tokens: np.ndarray,
+    dense: np.ndarray,
+) -> dict[str, Any]:
+    """One row: a setting stepped through the tokens."""
+    with Session(model, [context], [context + len(tokens)], config) as session:
+        build_s = recording.play(session)
+        store = session.store
+        assert store is not None
+        fidelity, searches, divergence, agreement = Fidelity(), [], [], []
+        store.keep_samples = len(store.heads)
+        for i, got in steps(session, tokens):
+            samples, store.samples = store.samples, []
+            if samples:
+                compare(session, samples, fidelity)
+                searches.append(min(search_seconds(session, samples) for _ in range(3)))
+            if (i + 1) % EVERY == 0:
+                store.keep_samples = len(store.heads)
+            divergence.append(float((np.exp(dense[i]) * (dense[i] - got)).sum()))
+            agreement.append(dense[i].argmax() == got.argmax())
+        counters = store.counters
+        budgets = [head.budget for layer in store.heads for head in layer[0]]
+        per_layer = [float(np.mean(fidelity.errors[layer])) for layer in sorted(fidelity.errors)]
+        exact = config.index == "exact"
+        return {
+            "leaves_pct": 100.0 if exact else 100 * float(np.mean([b.leaves for b in budgets])),
+            "routes": 0.0 if exact else float(np.mean([b.routes for b in budgets])),
+            "scored_pct": 100.0 if exact else 100 * counters.scored / counters.offloaded,
+            "retrieved_pct": 100 * counters.retrieved / counters.offloaded,
+            "recall_at_100": float(np.mean(fidelity.recall)),
+            "missed_mass": float(np.mean(fidelity.missed)),
+            "missed_mass_p99": float(np.percentile(fidelity.missed, 99)),
+            "rel_error": float(np.mean(per_layer)),
+            "rel_error_per_layer": per_layer,
+            "kl": float(np.mean(divergence)),
+            "agreement": float(np.mean(agreement)),
+            "search_ms": 1e3 * float(np.median(searches)),
+            "build_s": build_s,
+            "device_kv_bytes": session.device_bytes,
+        }
+
+
+def run(
+    model: Llama, tokens: np.ndarray, context: int, new: int, names: list[str], console: Console
+) -> list[dict[str, Any]]:
+    """All rows of one context."""
+    prompt, forced = tokens[:context], tokens[context : context + new]
+    recording = Recording(Zone(RetrievalConfig().sink_tokens, RetrievalConfig().window))
+    with Session(model, [context], [context + new], None) as session:
+        start = time.perf_counter()
+        prefill(model, [prompt], [session, recording]).block_until_ready()  # type: ignore[list-item]
+        prefill_s = time.perf_counter() - start
+        console.print(f"{context} tokens: prefill {prefill_s:.0f} s")
+        session.finish_prefill()
+        return measure_all(model, recording, session, context, forced, names, prefill_s, console)
+
+
+def measure_all(
+    model: Llama,
+    recording: Recording,
+    session: Session,
+    context: int,
+    forced: np.ndarray,
+    names: list[str],
+    prefill_s: float,
+    console: Console,
+) -> list[dict[str, Any]]:
+    """The rows of one context, given its prefill and a dense session."""
+    dense = np.stack([got for _, got in steps(session, forced)])
+    full = (
+        2
+        * sum(a.nbytes for a, *_ in recording.layers)
+        * (context + len(forced))
+        // recording.layers[0][0].shape[2]
+    )
+    session.close()
+    rows = []
+    for name in names:
+        row = measure(model, recording, settings()[name], context, forced, dense)
+        row = {"setting": name, "context": context, **row, "prefill_s": prefill_s, "full_kv_bytes": full}
+        rows.append(row)
+        console.print(
+            f"{name}: KL {row['kl']:.4f}, recall@100 {row['recall_at_100']:.3f}, scored {row['scored_pct']:.2f} %"
+        )
+    return rows
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    """Prints the rows as a table."""
+    table = Table()
+    columns = {
+        "setting": ("setting", "{}"),
+        "leaves %": ("leaves_pct", "{:.0f}"),
+        "routes": ("routes", "{:.1f}"),
+        "scored %": ("scored_pct", "{:.2f}"),
+        "retr. %": ("retrieved_pct", "{:.2f}"),
+        "recall@100": ("recall_at_100", "{:.3f}"),
+        "missed": ("missed_mass", "{:.4f}"),
+        "p99": ("missed_mass_p99", "{:.3f}"),
+        "error": ("rel_error", "{:.4f}"),
+        "KL": ("kl", "{:.4f}"),
+        "agree": ("agreement", "{:.3f}"),
+        "search ms": ("search_ms", "{:.1f}"),
+        "build s": ("build_s", "{:.0f}"),
+        "device KV": ("device_kv_bytes", "{:.2e}"),
+    }
+    for name in columns:
+        table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(form.format(row[key]) for key, form in columns.values()))
+    console.print(table)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draws KL against the share of keys scored exactly."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    contexts = sorted({row["context"] for row in rows})
+    figure, axes = plt.subplots(1, len(contexts), figsize=(7 * len(contexts), 5), squeeze=False)
+    for axis, context in zip(axes[0], contexts, strict=True):
+        here = [row for row in rows if row["context"] == context]
+        families = list(dict.fromkeys(row["setting"].split()[0].rstrip(",") for row in here))
+        for color, family in enumerate(families):
+            for summary in (False, True):
+                points = sorted(
+                    (row["scored_pct"], row["kl"])
+                    for row in here
+                    if row["setting"].split()[0].rstrip(",") == family
+                    and ("summary" in row["setting"]) == summary
+                )
+                if points:
+                    axis.plot(
+                        *zip(*points, strict=True),
+                        marker="o" if summary else "x",
+                        linestyle="-" if summary else "--",
+                        color=f"C{color}",
+                        label=f"{family} + summary" if summary else family,
+                    )
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="keys scored exactly, % of the offloaded",
+            ylabel="KL(dense ‖ retrieval) of the next token",
+            title=f"{context:,} tokens",
+        )
+        axis.grid(visible=True, which="both", alpha=0.3)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def load(checkpoint: Path, positions: int) -> Llama:
+    """The model, with YaRN where the text is longer than the model's own positions."""
+    model = rajax.load(checkpoint)
+    if positions > model.config.max_positions:
+        factor = float(-(-(positions - 1) // model.config.max_position_embeddings))
+        model = rajax.load(checkpoint, rope_scaling={"rope_type": "yarn", "factor": factor})
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument(
+        "--text", type=Path, required=True, help="a text file of at least the longest context"
+    )
+    parser.add_argument("--contexts", type=int, nargs="+", default=[32768], help="tokens of the prompts")
+    parser.add_argument("--steps", type=int, default=128, help="teacher-forced steps after each")
+    parser.add_argument("--settings", nargs="+", choices=list(settings()), help="by default all")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    parser.add_argument("--plot", type=Path, help="where to draw the frontier, a PNG")
+    args = parser.parse_args()
+
+    tokens = np.asarray(rajax.load_tokenizer(args.checkpoint).encode(args.text.read_text("utf-8")), np.int32)
+    if len(tokens) < max(args.contexts) + args.steps:
+        parser.error(
+            f"{args.text} has {len(tokens)} tokens; --contexts {max(args.contexts)} and --steps {args.steps} need "
+            f"{max(args.contexts) + args.steps}"
+        )
+    console = Console(width=150)
+    rows: list[dict[str, Any]] = []
+    for context in args.contexts:
+        model = load(args.checkpoint, context + args.steps)
+        rows += run(model, tokens, context, args.steps, args.settings or list(settings()), console)
+        if args.json:
+            temporary = args.json.with_name(args.json.name + ".partial")
+            temporary.write_text(json.dumps(rows, indent=2), encoding="utf-8")
+            temporary.replace(args.json)
+    show(rows, console)
+    if args.plot:
+        plot(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -47,21 +47,15 @@ def no_keys(batch: int, kv_heads: int, groups: int, head_dim: int) -> Partial:
 
 def merge(*parts: Partial) -> Partial:
     """The partial over the union of the parts' keys, which must be disjoint."""
-    top = jnp.stack([p.max for p in parts]).max(0)
+    return merge_stacked(jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts))
+
+
+def merge_stacked(parts: Partial) -> Partial:
+    """`merge` of parts that are stacked along a leading axis."""
+    top = jnp.asarray(parts.max).max(0)
     # Where no part has a key, top is -inf, and -inf - -inf would be NaN.
-    reference = jnp.where(jnp.isneginf(top), 0.0, top)
-    scales = [jnp.exp(p.max - reference) for p in parts]
-    return Partial(
-        numerator=sum(
-            (s[..., None] * p.numerator for s, p in zip(scales, parts, strict=True)),
-            start=jnp.zeros_like(parts[0].numerator),
-        ),
-        denominator=sum(
-            (s * p.denominator for s, p in zip(scales, parts, strict=True)),
-            start=jnp.zeros_like(parts[0].denominator),
-        ),
-        max=top,
-    )
+    scale = jnp.exp(parts.max - jnp.where(jnp.isneginf(top), 0.0, top))
+    return Partial((scale[..., None] * parts.numerator).sum(0), (scale * parts.denominator).sum(0), top)
 
 
 def finish(part: Partial) -> jax.Array:

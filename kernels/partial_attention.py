@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from rajax.kernels.partial import Partial
+from rajax.kernels.partial import Partial, merge_stacked
 
 BLOCK_S = 64
 """Keys per step of a program's loop."""
@@ -107,7 +107,7 @@ def partial_attention_pallas(
         interpret=interpret,
         name="partial_attention",
     )(q, keys, values, log_weights)
-    whole = _merge_splits(numerator, denominator, top)
+    whole = merge_stacked(Partial(numerator, denominator, top))
     return Partial(
         whole.numerator[:, :, :groups, :head_dim], whole.denominator[:, :, :groups], whole.max[:, :, :groups]
     )
@@ -151,13 +151,6 @@ def _dot(a, b, *, contract):
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-
-
-def _merge_splits(numerator: jax.Array, denominator: jax.Array, top: jax.Array) -> Partial:
-    """`merge` along a leading axis."""
-    whole = top.max(0)
-    scale = jnp.exp(top - jnp.where(jnp.isneginf(whole), 0.0, whole))
-    return Partial((scale[..., None] * numerator).sum(0), (scale * denominator).sum(0), whole)
 
 
 def _pad(x: jax.Array, sizes: dict[int, int], fill: float = 0.0) -> jax.Array:

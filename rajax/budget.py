@@ -8,6 +8,7 @@ Letters: `E` held-out queries, `S` offloaded keys, `H` head dim, `C` clusters, `
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 
 import numpy as np
@@ -60,6 +61,7 @@ class Grader:
     """Knows the exact attention of the held-out queries, and grades searches by the error of their output."""
 
     def __init__(self, head: Head, exam: Exam, most: int):
+        self.keys = head.sealed
         keys, values = head.keys[: head.sealed], head.values[: head.sealed]
         scores = exam.queries @ keys.T
         estimates = exam.queries @ exam.means.T + exam.log_counts
@@ -81,7 +83,13 @@ class Grader:
 
     def found(self, search: Search) -> np.ndarray:
         """[E, R] bool: which of the best keys a search scored."""
-        return np.stack([np.isin(best, ids) for best, ids in zip(self.best, search.scored_ids, strict=True)])
+        marks = np.zeros(self.keys, bool)
+        found = np.empty(self.best.shape, bool)
+        for row, ids in enumerate(search.scored_ids):
+            marks[ids] = True
+            found[row] = marks[self.best[row]]
+            marks[ids] = False
+        return found
 
     def missed(self, top_k: int, found: np.ndarray) -> float:
         """Root mean square, over the queries, of the share of the `top_k` best keys' mass that was not found."""
@@ -110,7 +118,7 @@ class Grader:
 def choose_budget(head: Head, exam: Exam) -> Budget:
     """The cheapest search of `head` that reaches its configuration's target on the held-out queries.
 
-    Where none does, it is the one with the smallest error.
+    Where none does, it is the most thorough one.
     """
     config = head.config
     leaves = LEAVES if config.leaves_searched is None else (config.leaves_searched,)
@@ -133,23 +141,24 @@ def choose_budget(head: Head, exam: Exam) -> Budget:
         scanned = SCAN_COST * budget.leaves * head.sealed + ROUTE_COST * budget.routes
         return scanned + KEY_COST * budget.top_k
 
-    budgets = sorted((Budget(k, share, r) for k in sizes for share in leaves for r in routes), key=cost)
-    limits = {k: config.target_error or (1 + SLACK) * grader.error(k) + 1e-6 for k in sizes}
-    best, smallest = budgets[-1], np.inf
-    for budget in budgets:
-        if (
-            config.target_error
-            and budget.top_k != max(sizes)
-            and grader.error(budget.top_k) > config.target_error
-        ):
-            continue
+    def good_enough(budget: Budget) -> bool:
         found = grader.found(head.search(exam.queries, budget))
         error = grader.error(budget.top_k, found)
-        enough = config.target_error or grader.missed(budget.top_k, found) <= MISSED
-        if enough and error <= limits[budget.top_k]:
-            return budget
-        if error < smallest:
-            best, smallest = budget, error
+        if config.target_error is not None:
+            return error <= config.target_error
+        exact = grader.error(budget.top_k)
+        return error <= (1 + SLACK) * exact + 1e-6 and grader.missed(budget.top_k, found) <= MISSED
+
+    best = Budget(max(sizes), max(leaves), max(routes))
+    for k in sizes:
+        if config.target_error is not None and grader.error(k) > config.target_error:
+            continue
+        for r in routes:
+            # More leaves find more, so the fewest that are enough lie in a range that can be halved.
+            budgets = [b for b in (Budget(k, share, r) for share in leaves) if cost(b) < cost(best)]
+            first = bisect.bisect_left(budgets, True, key=good_enough)
+            if first < len(budgets):
+                best = budgets[first]
     return best
 
 

@@ -77,12 +77,14 @@ def info(
     with _errors():
         with interrupt.held():
             from rajax.checkpoint import read_config
+            from rajax.models.summary import CLUSTERS, UNIT
             from rajax.retrieval import RetrievalConfig
 
         c = read_config(checkpoint)
         retrieval = RetrievalConfig()
         per_token = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim
         static = min(context, retrieval.zone_size)
+        offloaded = context - static
         rope = c.rope.rope_type + (f", factor {c.rope.factor:g}" if c.rope.factor else "")
         rows = {
             "parameters": f"{_parameters(c):,}",
@@ -95,8 +97,9 @@ def info(
             "stop tokens": ", ".join(map(str, c.eos_token_ids)) or "none",
             f"KV at {context:,} tokens": f"{format_bytes(4 * per_token * context)} in float32",
             "  on the device": f"{format_bytes(4 * per_token * static)} ({static} tokens)",
-            "  on the host": f"{format_bytes(4 * per_token * (context - static))}",
-            "  ScaNN's index": f"about {format_bytes(4 * per_token * (context - static) * 17 // 32)}",
+            "  their summary": f"{format_bytes(4 * per_token * offloaded * CLUSTERS // UNIT)} for the others",
+            "  on the host": f"{format_bytes(4 * per_token * offloaded)}",
+            "  ScaNN's index": f"about {format_bytes(4 * per_token * offloaded * 18 // 32)}",
         }
         for name, value in rows.items():
             print(f"{name:<24}{value}", flush=True)
@@ -122,6 +125,10 @@ def generate(
     ] = False,
     index: Annotated[str, typer.Option(help="The index over offloaded keys: scann or exact.")] = "scann",
     retrieve: Annotated[int, typer.Option(help="Offloaded keys that each query attends to.", min=1)] = 256,
+    target_error: Annotated[
+        float | None,
+        typer.Option(help="Instead of --retrieve: the relative error of the attention output to stay below."),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 is all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Sample from the tokens that hold this probability.")] = 1.0,
@@ -148,7 +155,9 @@ def generate(
             import rajax.generation
             import rajax.tokenizer
 
-        retrieval = None if dense else rajax.RetrievalConfig(index=index, top_k=retrieve)
+        retrieval = None
+        if not dense:
+            retrieval = rajax.RetrievalConfig(index=index, top_k=retrieve, target_error=target_error)
         sampling = rajax.Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
         # What may be wrong with the prompt shows before the model is loaded.
         tokenizer = rajax.load_tokenizer(checkpoint)
@@ -225,7 +234,10 @@ def summary(statistics: Statistics, prompt: int) -> str:
         f"KV: {format_bytes(s.device_kv_bytes)} on the device, {format_bytes(s.host_kv_bytes)} on the host"
     )
     if s.keys_offloaded:
-        parts.append(f"{100 * s.keys_retrieved / s.keys_offloaded:.1f} % of offloaded keys retrieved")
+        parts.append(
+            f"{100 * s.keys_scored / s.keys_offloaded:.1f} % of offloaded keys scored, "
+            f"{100 * s.keys_retrieved / s.keys_offloaded:.1f} % retrieved"
+        )
     return " | ".join(parts)
 
 

@@ -44,7 +44,10 @@ class Statistics:
       index_bytes: what the indexes hold in host memory besides, at the end.
       keys_offloaded: offloaded keys, summed over steps, layers and query heads.
       keys_scanned: those of them that a search looked at (for ScaNN: the share of leaves searched).
+      keys_scored: those of them whose score was computed exactly.
       keys_retrieved: those of them that attention used.
+      top_k, leaves_searched, routes: what the heads searched with, mean over layers and key/value heads; where the
+        configuration leaves it open, each chose for itself. None for dense attention.
       recall: mean recall@k against an exact search over the first `RetrievalConfig.recall_steps` steps.
     """
 
@@ -59,7 +62,11 @@ class Statistics:
     index_bytes: int
     keys_offloaded: int
     keys_scanned: int
+    keys_scored: int
     keys_retrieved: int
+    top_k: float | None
+    leaves_searched: float | None
+    routes: float | None
     recall: float | None
 
     @property
@@ -395,7 +402,9 @@ def _decode(
             index_bytes=store.index_bytes if store else 0,
             keys_offloaded=store.counters.offloaded if store else 0,
             keys_scanned=store.counters.scanned if store else 0,
+            keys_scored=store.counters.scored if store else 0,
             keys_retrieved=store.counters.retrieved if store else 0,
+            **(store.mean_budget() if store else dict.fromkeys(("top_k", "leaves_searched", "routes"))),
             recall=store.recall() if store else None,
         )
     return Generation(answers, [reason or "length" for reason in reasons], statistics)

@@ -82,7 +82,7 @@ class ScannIndex:
     # quantization for inner products; attention's keys are found better without, and built faster. A code per
     # dimension instead of one per two makes the scan half slower and lets it rescore half as many keys.
     FEWEST_KEYS = 16  # its codebooks have 16 entries, and ScaNN refuses to learn them from fewer keys
-    TRAINING_ITERATIONS = 8
+    TRAINING_ITERATIONS = 5
     TRAINING_SAMPLE = 2000
     DIMENSIONS_PER_BLOCK = 1
 

@@ -69,9 +69,9 @@ class Session:
         self._static, self._leaves = _split(model)
         self._active = np.ones(len(lengths), bool)
         self._seen, self._capacity = np.array(lengths), np.array(capacity)
-        self._parts: list[list[tuple[jax.Array, jax.Array]]] = [[] for _ in range(config.num_hidden_layers)]
+        self._parts: list[list[tuple[jax.Array, jax.Array, jax.Array]]]
+        self._parts = [[] for _ in range(config.num_hidden_layers)]
         self._cache: DeviceCache | None = None
-        self._summaries: list[list[Summary]] = [[] for _ in range(config.num_hidden_layers)]
         self._clusters = 0
         """Clusters of the summary on the device, C, room for the answer's included."""
 
@@ -129,9 +129,6 @@ class Session:
           positions: [Q], from `models.lesson.sample_positions`.
         """
         length = self.lengths[sequence]
-        self._parts[layer].append(
-            (_static_part(keys, length, zone=self.zone), _static_part(values, length, zone=self.zone))
-        )
         summary = None
         if self.store is not None and (count := self.zone.offloaded(length)):
             first, window = self.zone.sinks, self.zone.window
@@ -142,20 +139,24 @@ class Session:
                 self._clustered[sequence] = slots(sealed)
             k, v = (np.asarray(a)[0, :, first : first + count] for a in (keys, values))
             self.store.put(layer, sequence, k, v, _learned(lesson, summary, sealed))
-        self._summaries[layer].append(_room_for(summary, self._clusters, keys))
+        whole = _room_for(summary, self._clusters, keys)
+        static_keys, static_values = (_static_part(a, length, zone=self.zone)[0] for a in (keys, values))
+        self._parts[layer].append(
+            (
+                jnp.concatenate([static_keys, whole.keys], axis=1),
+                jnp.concatenate([static_values, whole.values], axis=1),
+                whole.log_counts,
+            )
+        )
 
     def finish_prefill(self) -> float:
         """Makes the session ready to step; returns the seconds it waited for indexes."""
-        keys, values, log_counts = [], [], []
-        for layer in range(len(self._parts)):
-            parts, self._parts[layer] = self._parts[layer], []
-            summaries, self._summaries[layer] = self._summaries[layer], []
-            pairs = list(zip(parts, summaries, strict=True))
-            keys.append(jnp.stack([jnp.concatenate([k[0], s.keys], axis=1) for (k, _), s in pairs]))
-            values.append(jnp.stack([jnp.concatenate([v[0], s.values], axis=1) for (_, v), s in pairs]))
-            log_counts.append(jnp.stack([s.log_counts for s in summaries]))
-        lengths = jnp.asarray(self.lengths, jnp.int32)
-        cache = DeviceCache(tuple(keys), tuple(values), tuple(log_counts), lengths)
+        layers = []
+        for parts in self._parts:
+            layers.append([jnp.stack(rows) for rows in zip(*parts, strict=True)])
+            parts.clear()
+        keys, values, log_counts = zip(*layers, strict=True)
+        cache = DeviceCache(keys, values, log_counts, jnp.asarray(self.lengths, jnp.int32))
         # As a step returns it: an array that is not bound to its device would compile the step twice.
         (device,) = self._leaves[0].devices()
         self._cache = jax.device_put(cache, device)

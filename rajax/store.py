@@ -240,6 +240,15 @@ class HostStore:
             ]
         return float(np.mean(shares)) if shares else None
 
+    def mean_budget(self) -> dict[str, float]:
+        """The heads' mean `top_k`, `leaves_searched` and `routes`."""
+        budgets = [head.budget for layer in self.heads for row in layer for head in row]
+        return {
+            "top_k": float(np.mean([b.top_k for b in budgets])),
+            "leaves_searched": float(np.mean([b.leaves for b in budgets])),
+            "routes": float(np.mean([b.routes for b in budgets])),
+        }
+
     @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values held now."""

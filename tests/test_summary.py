@@ -197,7 +197,7 @@ def lesson():
     keys = np.stack([clumps[h, which[h]] for h in range(2)]) + 0.5 * rng.standard_normal((2, 3072, 16))
     positions = sample_positions(3000, 9)
     asked = rng.integers(0, 8, (2, 3, len(positions)))
-    queries = 0.4 * (
+    queries = 0.12 * (
         np.stack([clumps[h, asked[h]] for h in range(2)]) + rng.standard_normal((2, 3, len(positions), 16))
     )
     keys, queries = keys.astype(np.float32), queries.astype(np.float32)

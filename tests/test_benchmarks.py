@@ -1,0 +1,57 @@
+"""The accuracy benchmark, end to end on the demo model, small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rajax.haystack import prose
+
+COMMAND = Path(__file__).parent.parent / "benchmarks" / "accuracy.py"
+KEYS = {
+    "setting", "context", "leaves_pct", "scored_pct", "retrieved_pct", "recall_at_100", "missed_mass",
+    "missed_mass_p99", "rel_error", "kl", "agreement", "search_ms", "build_s", "prefill_s", "device_kv_bytes",
+    "full_kv_bytes",
+}  # fmt: skip
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(COMMAND), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+
+
+@pytest.mark.slow
+def test_accuracy_writes_its_rows_and_its_picture(smollm2_path, tmp_path):
+    text, rows, picture = tmp_path / "text.txt", tmp_path / "rows.json", tmp_path / "plot.png"
+    text.write_text(prose(), encoding="utf-8")
+    chosen = ["exact 100", "exact 100 + summary", "whole + summary"]
+    done = run(
+        smollm2_path, "--text", text, "--contexts", 2048, "--steps", 16, "--settings", *chosen,
+        "--json", rows, "--plot", picture,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    alone, summary, whole = json.loads(rows.read_text(encoding="utf-8"))
+    for row, name in zip((alone, summary, whole), chosen, strict=True):
+        assert set(row) >= KEYS
+        assert (row["setting"], row["context"]) == (name, 2048)
+        assert 0 < row["kl"] < 0.2
+        assert 0 < row["device_kv_bytes"] < row["full_kv_bytes"]
+        assert row["rel_error"] == pytest.approx(sum(row["rel_error_per_layer"]) / 30)
+    # An exact search finds all; the summary makes up for much of what is not retrieved.
+    assert alone["recall_at_100"] == summary["recall_at_100"] == 1
+    assert summary["kl"] < alone["kl"]
+    assert summary["rel_error"] < 0.8 * alone["rel_error"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_accuracy_refuses_a_text_that_is_too_short(smollm2_path, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Far too short.", encoding="utf-8")
+    done = run(smollm2_path, "--text", text, "--contexts", 2048)
+    assert done.returncode == 2
+    assert f"{text} has 4 tokens; --contexts 2048 and --steps 128 need 2176" in done.stderr

@@ -25,7 +25,7 @@ SAMPLED = 256
 """Query positions that are learned from, spread over the newest quarter of the prompt: four times as many miss
 an eighth less."""
 
-HELD_OUT = 32
+HELD_OUT = 24
 """Query positions that are held out, among the newest: what a decode query will be like."""
 
 HELD_OUT_SPAN = 256

@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 
 from rajax.head import Budget, Head, Search
-from rajax.index import ExactIndex, ScannIndex, select_top
+from rajax.index import ScannIndex, select_top
 
 LEAVES = (0.03, 0.06, 0.12, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0)
 """Shares of the index to choose from."""
@@ -33,6 +33,10 @@ MISSED = 0.004
 
 SCAN_COST, ROUTE_COST, KEY_COST = 1.0, 400.0, 20.0
 """Time of a key scanned, of a route followed, and of a key retrieved, in units of the first."""
+
+SEARCHED_WHOLE = 8192
+"""Fewer keys than this are searched whole, unless the user says otherwise: the scan is then a small part of a search,
+and to find out how little would do costs more than it saves."""
 
 COMPETITION_KEYS = 4096
 """Keys on which the projections compete."""
@@ -123,11 +127,11 @@ def choose_budget(head: Head, exam: Exam) -> Budget:
     config = head.config
     leaves = LEAVES if config.leaves_searched is None else (config.leaves_searched,)
     routes = ROUTES if config.routes is None else (config.routes,)
-    if (
-        all(isinstance(segment.index, ExactIndex) for segment in head.segments)
-        and config.leaves_searched != 0
-    ):
-        leaves, routes = (1.0,), (0,)
+    small = head.sealed < SEARCHED_WHOLE
+    if small and config.leaves_searched is None:
+        leaves = (1.0,)
+    if small and config.routes is None:
+        routes = (0,)
     sizes: tuple[int, ...] = TOP_K if config.target_error is not None else (config.top_k,)
     if min(sizes) >= head.sealed:
         # All keys are retrieved for now; what a longer text will need is not known.
@@ -141,17 +145,19 @@ def choose_budget(head: Head, exam: Exam) -> Budget:
         scanned = SCAN_COST * budget.leaves * head.sealed + ROUTE_COST * budget.routes
         return scanned + KEY_COST * budget.top_k
 
+    exact = {k: grader.error(k) for k in sizes}
+
     def good_enough(budget: Budget) -> bool:
         found = grader.found(head.search(exam.queries, budget))
         error = grader.error(budget.top_k, found)
         if config.target_error is not None:
             return error <= config.target_error
-        exact = grader.error(budget.top_k)
-        return error <= (1 + SLACK) * exact + 1e-6 and grader.missed(budget.top_k, found) <= MISSED
+        limit = (1 + SLACK) * exact[budget.top_k] + 1e-6
+        return error <= limit and grader.missed(budget.top_k, found) <= MISSED
 
     best = Budget(max(sizes), max(leaves), max(routes))
     for k in sizes:
-        if config.target_error is not None and grader.error(k) > config.target_error:
+        if config.target_error is not None and exact[k] > config.target_error:
             continue
         for r in routes:
             # More leaves find more, so the fewest that are enough lie in a range that can be halved.
@@ -173,9 +179,9 @@ def choose_projection(keys: np.ndarray, root: np.ndarray, exam: np.ndarray) -> n
       root: [H, H], the square root of the queries' second moment.
       exam: [E, H], held-out queries.
     """
-    sample = keys[:: -(-len(keys) // COMPETITION_KEYS)]
-    if len(sample) < ScannIndex.FEWEST_KEYS:
+    if len(keys) < max(SEARCHED_WHOLE, ScannIndex.FEWEST_KEYS):
         return None
+    sample = keys[:: -(-len(keys) // COMPETITION_KEYS)]
     values, vectors = np.linalg.eigh(root)
     half = ((vectors * np.sqrt(values)) @ vectors.T).astype(np.float32)
     scores = exam @ sample.T

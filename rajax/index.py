@@ -83,7 +83,8 @@ class ScannIndex:
     # dimension instead of one per two makes the scan half slower and lets it rescore half as many keys.
     FEWEST_KEYS = 16  # its codebooks have 16 entries, and ScaNN refuses to learn them from fewer keys
     TRAINING_ITERATIONS = 5
-    TRAINING_SAMPLE = 2000
+    CODEBOOK_SAMPLE = 1000
+    CODEBOOK_ITERATIONS = 3
     DIMENSIONS_PER_BLOCK = 1
 
     def __init__(self, keys: np.ndarray, root: np.ndarray | None = None, *, quantized: bool = True):
@@ -106,7 +107,9 @@ class ScannIndex:
         )
         if quantized:
             builder = builder.score_ah(
-                self.DIMENSIONS_PER_BLOCK, training_sample_size=self.TRAINING_SAMPLE
+                self.DIMENSIONS_PER_BLOCK,
+                training_sample_size=self.CODEBOOK_SAMPLE,
+                training_iterations=self.CODEBOOK_ITERATIONS,
             ).reorder(1)
         else:
             builder = builder.score_brute_force()

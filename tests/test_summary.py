@@ -13,7 +13,10 @@ import pytest
 from random_llama import random_llama, random_tokens
 
 import rajax
-from rajax.head import Head, Search
+from rajax import budget
+from rajax.budget import choose_projection
+from rajax.head import Budget, Head, Search
+from rajax.index import ExactIndex, ScannIndex
 from rajax.kernels import Partial, finish, merge, partial_attention_reference
 from rajax.models.lesson import HELD_OUT, learn, sample_positions
 from rajax.models.routes import top_keys
@@ -208,6 +211,12 @@ def lesson():
     return keys, values, learned, clumps
 
 
+@pytest.fixture
+def calibrated(monkeypatch):
+    """Even a few keys are worth to calibrate."""
+    monkeypatch.setattr(budget, "SEARCHED_WHOLE", 0)
+
+
 def filled(lesson, config: RetrievalConfig, summarized: bool = True) -> HostStore:
     from rajax.session import _learned
 
@@ -302,7 +311,7 @@ def test_routes_forget_the_oldest_decode_queries(lesson):
     store.close()
 
 
-def test_a_smaller_target_error_takes_more_keys_and_is_met(lesson):
+def test_a_smaller_target_error_takes_more_keys_and_is_met(lesson, calibrated):
     """On queries that nothing was learned from."""
     kept, errors = [], []
     for target in (0.2, 0.002):
@@ -328,12 +337,36 @@ def test_a_smaller_target_error_takes_more_keys_and_is_met(lesson):
     assert errors[1] < 0.002
 
 
-def test_a_fixed_top_k_stays_as_it_is_and_its_search_is_chosen(lesson):
+def test_a_fixed_top_k_stays_as_it_is_and_its_search_is_chosen(lesson, calibrated):
     store = filled(lesson, settings(top_k=100))
     budgets = {head.budget for head in store.heads[0][0]}
-    assert {b.top_k for b in budgets} == {100}
-    assert all(0 < b.leaves <= 1 for b in budgets)
     store.close()
+    assert {b.top_k for b in budgets} == {100}
+    # The queries that were held out ask for a few clumps only.
+    assert all(0 < b.leaves < 1 for b in budgets)
+
+
+def test_few_keys_are_searched_whole(lesson):
+    store = filled(lesson, settings(top_k=100))
+    assert {head.budget for head in store.heads[0][0]} == {Budget(100, 1.0, 0)}
+    assert [head.root for head in store.heads[0][0]] == [None, None]
+    store.close()
+
+
+def test_the_projection_that_finds_more_is_taken(calibrated):
+    """Keys vary most where no query looks: left as they are, they are partitioned by what does not matter."""
+    keys = draw(30, 9000, 16) * np.r_[np.full(8, 20.0), np.ones(8)].astype(np.float32)
+    queries = draw(31, 200, 16) * np.r_[np.full(8, 1e-3), np.ones(8)].astype(np.float32)
+    root = np.asarray(root_of(second_moment(queries)))
+    chosen = choose_projection(keys, root, queries[:50])
+    assert chosen is not None
+
+    def recall(projection: np.ndarray | None) -> float:
+        found = ScannIndex(keys, projection).search(queries[50:], 64, 0.1).ids
+        exact = ExactIndex(keys).search(queries[50:], 64).ids
+        return float(np.mean([np.isin(e, f).mean() for e, f in zip(exact, found, strict=True)]))
+
+    assert recall(chosen) > recall(None) + 0.2
 
 
 @pytest.mark.parametrize("summary", [True, False])

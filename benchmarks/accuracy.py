@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rajax
+from rajax.index import select_top
 from rajax.models import Llama, Zone
 from rajax.retrieval import RetrievalConfig
 from rajax.session import Session, prefill
@@ -119,13 +120,13 @@ def compare(session: Session, samples: list[Sample], into: Fidelity) -> None:
             into.errors.setdefault(layer, []).extend(errors.tolist())
 
             tail = np.arange(sample.sealed, sample.count)
-            wanted = np.argpartition(-scores, WANTED, axis=1)[:, :WANTED]
+            wanted = select_top(scores, WANTED)[0]
             for row, best in enumerate(wanted):
                 best = best[np.argsort(-scores[row, best])]
                 found = np.isin(best, np.concatenate([sample.found.scored_ids[row], tail]))
                 mass = weights[row, best]
                 into.recall.append(float(found[:100].mean()))
-                into.missed.append(float(1 - mass[found].sum() / mass.sum()))
+                into.missed.append(float(mass[~found].sum() / max(mass.sum(), np.finfo(np.float32).tiny)))
 
 
 def search_seconds(session: Session, samples: list[Sample]) -> float:
@@ -173,8 +174,8 @@ def measure(
         per_layer = [float(np.mean(fidelity.errors[layer])) for layer in sorted(fidelity.errors)]
         exact = config.index == "exact"
         return {
-            "leaves_pct": 100.0 if exact else 100 * float(np.mean([b.leaves for b in budgets])),
-            "routes": 0.0 if exact else float(np.mean([b.routes for b in budgets])),
+            "leaves_pct": 100 * float(np.mean([b.leaves for b in budgets])),
+            "routes": float(np.mean([b.routes for b in budgets])),
             "scored_pct": 100.0 if exact else 100 * counters.scored / counters.offloaded,
             "retrieved_pct": 100 * counters.retrieved / counters.offloaded,
             "recall_at_100": float(np.mean(fidelity.recall)),

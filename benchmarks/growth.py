@@ -44,7 +44,8 @@ def grow(session: Session, tokens: np.ndarray, at_ends: int, console: Console) -
             if i in span:
                 seconds.append(time.perf_counter() - start)
             samples, store.samples = store.samples, []
-            compare(session, samples, fidelity)
+            if samples:
+                compare(session, samples, fidelity)
         before = counters[0]
         offloaded = store.counters.offloaded - before[0]
         table.add_row(
@@ -75,6 +76,8 @@ def main() -> None:
     args = parser.parse_args()
 
     tokens = np.asarray(rajax.load_tokenizer(args.checkpoint).encode(args.text.read_text("utf-8")), np.int32)
+    if args.new < 2 * args.at_ends:
+        parser.error(f"--new {args.new} has no room for --at-ends {args.at_ends} at both ends")
     total = args.context + args.new
     if len(tokens) < total:
         parser.error(f"{args.text} has {len(tokens)} tokens; {total} are needed")

@@ -3,8 +3,8 @@
     python benchmarks/search.py CKPT --context 8000
 
 A text is prefilled, a few tokens are decoded with their real queries, and those queries are searched for
-among the offloaded keys of every layer and KV head: exactly, and by ScaNN with shares of leaves and numbers
-of candidates. The defaults of `RetrievalConfig` and `ScannIndex` come from this table.
+among the offloaded keys of every layer and KV head: exactly, and by ScaNN with shares of leaves. The settings of
+`ScannIndex` come from this table.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from rich.table import Table
 
 import rajax
 from rajax.haystack import prose
-from rajax.index import ExactIndex, ScannIndex
+from rajax.head import SCORED
+from rajax.index import ExactIndex, Index, ScannIndex
 from rajax.session import Session, prefill
 
 LEAVES = (0.1, 0.25, 0.5, 0.7, 1.0)
@@ -45,23 +46,27 @@ def collect(
             session.step([token])
         assert session.store is not None
         samples = session.store.samples
-        heads = [head for layer in session.store.heads for head in layer[0]]
-        return [
-            (np.concatenate([s.queries for s in samples if s.head is head]), head.keys[: head.indexed].copy())
-            for head in heads[::every]
-        ]
+        names = [(layer, k) for layer, row in enumerate(session.store.heads) for k in range(len(row[0]))]
+        heads = []
+        for layer, k in names[::every]:
+            queries = [s.queries for s in samples if (s.layer, s.kv_head) == (layer, k)]
+            head = session.store.heads[layer][0][k]
+            heads.append((np.concatenate(queries), head.keys[: head.sealed].copy()))
+        return heads
 
 
-def measure(index: ExactIndex | ScannIndex, queries: np.ndarray, keys: np.ndarray, top_k: int, groups: int):
+def measure(index: Index, queries: np.ndarray, keys: np.ndarray, top_k: int, groups: int, leaves: float):
     """recall@100, recall@k, mean and 99th percentile of the missed mass, microseconds per search."""
     scores = queries @ keys.T
     order = np.argsort(-scores, axis=1)[:, :top_k]
     weights = np.exp(scores - scores.max(1, keepdims=True))
     wanted = np.take_along_axis(weights, order, axis=1).sum(1)
-    found = [index.search(queries[i : i + groups], top_k) for i in range(0, len(queries), groups)]
+    scored = round(SCORED * top_k)
+    starts = range(0, len(queries), groups)
+    found = [index.search(queries[i : i + groups], scored, leaves) for i in starts]
     start = time.perf_counter()
-    for i in range(0, len(queries), groups):
-        index.search(queries[i : i + groups], top_k)
+    for i in starts:
+        index.search(queries[i : i + groups], scored, leaves)
     micro = (time.perf_counter() - start) / len(found) * 1e6
     recall_100, recall_k, missed = [], [], []
     for row in range(len(queries)):
@@ -69,7 +74,7 @@ def measure(index: ExactIndex | ScannIndex, queries: np.ndarray, keys: np.ndarra
         ids = hit.ids[row % groups][np.isfinite(hit.scores[row % groups])]
         recall_100.append(np.isin(order[row, :100], ids).mean())
         recall_k.append(np.isin(order[row], ids).mean())
-        missed.append(max(0.0, 1 - weights[row, ids].sum() / wanted[row]))
+        missed.append(1 - weights[row, order[row]][np.isin(order[row], ids)].sum() / wanted[row])
     return np.mean(recall_100), np.mean(recall_k), np.mean(missed), np.percentile(missed, 99), micro
 
 
@@ -105,14 +110,14 @@ def main() -> None:
         cells = f"{r100:.3f}", f"{rk:.3f}", f"{missed:.4f}", f"{p99:.4f}", f"{micro:.0f}", f"{build:.2f}"
         table.add_row(name, *cells)
 
-    row("exact", [measure(ExactIndex(k), q, k, args.top_k, groups) for q, k in heads], 0.0)
+    row("exact", [measure(ExactIndex(k), q, k, args.top_k, groups, 1.0) for q, k in heads], 0.0)
     start = time.perf_counter()
-    indexes = [ScannIndex(k, 1.0) for _, k in heads]
+    indexes = [ScannIndex(k) for _, k in heads]
     build = (time.perf_counter() - start) / len(heads)
     for share in LEAVES:
-        for index in indexes:
-            index.leaves_to_search = max(1, round(index.leaves * share))
-        results = [measure(i, q, k, args.top_k, groups) for i, (q, k) in zip(indexes, heads, strict=True)]
+        results = [
+            measure(i, q, k, args.top_k, groups, share) for i, (q, k) in zip(indexes, heads, strict=True)
+        ]
         row(f"scann, {share:.0%} of leaves", results, build)
     Console(width=110).print(table)
 

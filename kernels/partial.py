@@ -28,7 +28,7 @@ class Partial:
     Attributes:
       numerator: [B, K, G, H] float32, sum over the keys of exp(score - max) * value.
       denominator: [B, K, G] float32, sum over the keys of exp(score - max).
-      max: [B, K, G] float32, the largest score; -inf where there were no keys.
+      max: [B, K, G] float32, the largest score, that of corrected keys included; -inf where there were no keys.
     """
 
     numerator: jax.Array | np.ndarray
@@ -46,7 +46,7 @@ def no_keys(batch: int, kv_heads: int, groups: int, head_dim: int) -> Partial:
 
 
 def merge(*parts: Partial) -> Partial:
-    """The partial over the union of the parts' keys, which must be disjoint."""
+    """The partial over the union of the parts' keys, which must be disjoint, or one part correct another."""
     return merge_stacked(jax.tree.map(lambda *arrays: jnp.stack(arrays), *parts))
 
 
@@ -64,6 +64,7 @@ def finish(part: Partial) -> jax.Array:
     A part that corrects another may have a negative denominator, but the denominator of the whole is positive in
     exact arithmetic. Where rounding leaves nothing of it, the output is zeros as well.
     """
-    some = jnp.asarray(part.denominator) > 0
-    output = jnp.asarray(part.numerator) / jnp.where(some, part.denominator, 1.0)[..., None]
-    return jnp.where(some[..., None], output, 0.0)
+    # Not "unless positive": what is not a number must stay that, to be noticed.
+    nothing = jnp.asarray(part.denominator) <= 0
+    output = jnp.asarray(part.numerator) / jnp.where(nothing, 1.0, part.denominator)[..., None]
+    return jnp.where(nothing[..., None], 0.0, output)

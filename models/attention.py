@@ -103,7 +103,7 @@ class DeviceCache:
         writes a donated one in place.
         """
         # An ended sequence writes to a slot past the last, which JAX drops.
-        slot = jnp.where(active, zone.slot(self.lengths), zone.size)
+        slot = jnp.where(active, zone.slot(self.lengths), self.keys[0].shape[2])
         rows = jnp.arange(len(slot))
 
         def put(cache: tuple[jax.Array, ...], token: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -42,7 +42,7 @@ class Lesson:
 
     Attributes:
       summary: the clusters, arrays [K, C, ...].
-      clusters: [K, O] int32, the cluster of each offloaded key; -1 for none.
+      clusters: [K, O] int32, the cluster of each offloaded key, -1 for none; O is rounded up to whole units.
       root: [K, H, H] float32, the square root of the queries' second moment.
       queries: [K, G * Q, H] float32, the sampled queries.
       routes: [K, G * Q, R] int32, the offloaded keys that each wanted most, best first; -1 past the last.
@@ -66,7 +66,7 @@ def sample_positions(length: int, window: int) -> np.ndarray:
     """
     held_out = np.linspace(length - min(HELD_OUT_SPAN, window, length), length - 1, HELD_OUT)
     end = max(0, int(held_out[0]) - 1)
-    sampled = np.linspace(min(length, end) * 3 // 4, end, SAMPLED)
+    sampled = np.linspace(end * 3 // 4, end, SAMPLED)
     return np.concatenate([sampled, held_out]).astype(np.int32)
 
 

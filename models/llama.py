@@ -122,7 +122,8 @@ class Llama(nnx.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """tokens [B, T] int32 -> [B, T, D]."""
-        return self.embed_tokens(tokens)
+        # nnx.Embed itself would return the dtype that it was made with, whatever the parameters are now.
+        return self.embed_tokens.embedding[...][tokens]
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Hidden states [..., D] -> logits [..., V] in float32."""

@@ -127,7 +127,7 @@ def choose_budget(head: Head, exam: Exam) -> Budget:
     config = head.config
     leaves = LEAVES if config.leaves_searched is None else (config.leaves_searched,)
     routes = ROUTES if config.routes is None else (config.routes,)
-    small = head.sealed < SEARCHED_WHOLE
+    small = head.sealed < SEARCHED_WHOLE or config.index == "exact"
     if small and config.leaves_searched is None:
         leaves = (1.0,)
     if small and config.routes is None:
@@ -136,7 +136,8 @@ def choose_budget(head: Head, exam: Exam) -> Budget:
     if min(sizes) >= head.sealed:
         # All keys are retrieved for now; what a longer text will need is not known.
         return Budget(max(sizes), leaves[-1], routes[0])
-    sizes = tuple(k for k in sizes if k < head.sealed)
+    # The first size that takes all keys is the last resort.
+    sizes = tuple(k for k in sizes if k < head.sealed) + tuple(k for k in sizes if k >= head.sealed)[:1]
     if len(leaves) == len(routes) == len(sizes) == 1:
         return Budget(sizes[0], leaves[0], routes[0])
     grader = Grader(head, exam, max(sizes))

@@ -15,9 +15,6 @@ from rajax.index import INDEXES, Index
 from rajax.retrieval import RetrievalConfig
 from rajax.routes import Routes
 
-ROUTE_KEYS = 64
-"""Keys remembered per decode query."""
-
 SCORED = 1.5
 """Keys scored exactly per key retrieved: ScaNN's own scores rank well enough for so few (`benchmarks/search.py`)."""
 
@@ -100,7 +97,7 @@ class Head:
     def __init__(self, capacity: int, head_dim: int, config: RetrievalConfig):
         self.config = config
         self.keys = np.empty((capacity, head_dim), np.float32)
-        self.values = np.empty((capacity, head_dim), np.float32)
+        self.values = np.zeros((capacity, head_dim), np.float32)
         self.clusters = np.full(capacity, -1, np.int32)
         """The cluster of each key; -1 for none."""
         self.means = np.zeros((0, head_dim), np.float32)
@@ -153,7 +150,7 @@ class Head:
 
         Args:
           segment: from `build`.
-          clusters: the clusters of the keys that were tail until now; without them the summary has none of them.
+          clusters: the clusters of the keys that were tail until now; None without a summary.
         """
         self.segments = [s for s in self.segments if s.end <= segment.start] + [segment]
         if clusters is not None:
@@ -184,7 +181,9 @@ class Head:
         scanned = sum(f[2] for f in found) + self.count - self.sealed
         routed = budget.routes > 0 and self.routes is not None
         if routed:
+            before = ids.shape[1]
             ids, scores = self._with_routes(queries, ids, scores, budget.routes)
+            scanned += round(float((scores[:, before:] > -np.inf).sum()) / len(queries))
         if len(found) == 1 and not routed:
             # An index's answer is sorted already.
             return Search(ids[:, : budget.top_k], scores[:, : budget.top_k], ids, scores, scanned)
@@ -240,7 +239,7 @@ class Head:
         return numerator, found_weights.sum(axis=1) + tail_weights.sum(axis=1), top
 
     def estimates(self, queries: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """The scores [G, R] that the summary gives to the sealed keys `ids` [G, R]; -inf where it has none."""
+        """The scores [G, R] that the summary gives to the sealed keys `ids` [G, R]; -inf without a summary."""
         if not len(self.means):
             return np.full(ids.shape, -np.inf, np.float32)
         per_cluster = queries @ self.means.T
@@ -248,14 +247,30 @@ class Head:
         return per_cluster.ravel().take(self.clusters.take(ids) + rows)
 
     def learn(self, queries: np.ndarray, found: Search) -> None:
-        """Remembers a decode step's queries [G, H] and what they found, for routes and the summary of the tail."""
-        self.moment += queries.T @ queries
-        if self.budget.routes and self.routes is not None and found.ids.shape[1] < self.sealed:
-            best = found.ids[:, :ROUTE_KEYS], found.scores[:, :ROUTE_KEYS]
-            self.routes.learn(queries, np.where(best[1] > -np.inf, best[0], -1))
+        """Remembers a decode step's queries [G, H] and what they wanted, for the tail's summary and for routes."""
+        if self.config.summary:
+            self.moment += queries.T @ queries
+        if self.budget.routes and self.routes is not None:
+            # The tail as well: when it is sealed, routes are one way to it, and may be the only one.
+            tail = np.broadcast_to(
+                np.arange(self.sealed, self.count), (len(queries), self.count - self.sealed)
+            )
+            ids = np.concatenate([found.ids, tail], axis=1)
+            tail_scores = queries @ self.keys[self.sealed : self.count].T
+            scores = np.concatenate([found.scores, tail_scores], axis=1)
+            columns = np.argsort(-scores, axis=1)[:, : self.routes.width]
+            best = np.take_along_axis(scores, columns, axis=1) > -np.inf
+            self.routes.learn(queries, np.where(best, np.take_along_axis(ids, columns, axis=1), -1))
+
+    def forget_exam(self) -> None:
+        """Frees what only finding the budget needed."""
+        self._mark = np.empty(0, np.int32)
+        if not self.budget.routes:
+            self.routes = None
 
     @property
     def index_bytes(self) -> int:
         """Bytes held besides keys and values."""
         held = sum(segment.index.bytes for segment in self.segments)
-        return held + self.clusters.nbytes + self.means.nbytes + (self.routes.bytes if self.routes else 0)
+        held += self.clusters.nbytes + self.means.nbytes + self._mark.nbytes
+        return held + (self.routes.bytes if self.routes else 0)

@@ -23,7 +23,7 @@ class Found:
     """What a search found.
 
     Attributes:
-      ids: [G, R] integers, positions among the indexed keys, best first, without duplicates in a row.
+      ids: [G, R] integers, positions among the indexed keys, best first, without duplicates where scores are finite.
       scores: [G, R] float32, the exact inner products; -inf where fewer than R keys were found.
       scanned: keys whose score was looked at in any form, per query.
     """

@@ -19,13 +19,15 @@ class RetrievalConfig:
         0.020 where an exact top 100 does by 0.032, and the search costs more than the keys it adds.
       target_error: instead of one top_k for all heads, the relative error of the attention output that is allowed,
         root mean square over queries: each head then takes as few keys, and as short a search, as reach it on
-        queries of the prompt that were held out. None keeps top_k.
+        queries of the prompt that were held out. None keeps top_k, and so does a prompt that offloads nothing to
+        learn from.
       sink_tokens: first tokens that stay on the device; 128 as in RetrievalAttention, section 4.1.
       window: newest tokens that stay on the device; 512 as in RetrievalAttention, section 4.1.
       leaves_searched: share of ScaNN's partitions that a query searches, at most 1; 0 does without ScaNN, which
-        needs routes. None, the default, lets each head choose on held-out queries.
+        needs routes. None, the default, lets each head choose on held-out queries, and searches all where there
+        are fewer than 8,192 keys.
       routes: the known queries nearest to a query whose keys are looked at as well; 0 does without. None, the
-        default, lets each head choose.
+        default, lets each head choose, likewise.
       projection: whether ScaNN may index the keys in coordinates that the prompt's queries shape, where a head
         finds more that way.
       summary: whether the device keeps mean keys that stand for the offloaded ones, 2.8 % of their bytes at a head
@@ -79,5 +81,7 @@ class RetrievalConfig:
         for name in ("projection", "summary"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, found {getattr(self, name)!r}")
+        if self.leaves_searched == 0 and self.index == "exact":
+            raise ValueError("leaves_searched=0 does without the index: it cannot go with index='exact'")
         if self.leaves_searched == 0 and not self.routes:
             raise ValueError("leaves_searched=0 does without the index and needs routes of at least 1")

@@ -36,6 +36,8 @@ class Routes:
         self.routes = routes
         self.recent = np.zeros((RECENT, queries.shape[1]), np.float32)
         self.recent_routes = np.full((RECENT, routes.shape[1]), -1, np.int32)
+        self.width = routes.shape[1]
+        """Keys per route, R."""
         self.learned = 0
 
     @property
@@ -54,6 +56,7 @@ class Routes:
             recent_scores = queries @ self.recent[:length].T
             columns, recent_scores = select_top(recent_scores, nearest)
             both = np.concatenate([scores, recent_scores], axis=1)
+            nearest = min(nearest, both.shape[1])
             which = np.argpartition(-both, nearest - 1, axis=1)[:, :nearest]
             lists = np.concatenate([routes[ids], self.recent_routes[columns]], axis=1)
             return np.take_along_axis(lists, which[:, :, None], axis=1).reshape(len(queries), -1)
@@ -63,7 +66,6 @@ class Routes:
         """Remembers queries [G, H] of the decode and the ids [G, R or fewer] of the keys that they wanted."""
         rows = (self.learned + np.arange(len(queries))) % RECENT
         self.recent[rows] = _normalize(queries)
-        wanted = wanted[:, : self.recent_routes.shape[1]]
         self.recent_routes[rows] = -1
         self.recent_routes[rows[:, None], np.arange(wanted.shape[1])] = wanted
         self.learned += len(queries)

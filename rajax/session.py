@@ -355,11 +355,13 @@ def _room_for(summary: Summary | None, clusters: int, keys: jax.Array) -> Summar
     if summary is None:
         nothing = jnp.zeros((heads, 0, width), keys.dtype)
         summary = Summary(nothing, nothing, jnp.zeros((heads, 0)))
-    free = clusters - summary.keys.shape[1]
+    # A lesson has room for all the slots of a prompt's bucket; those past its keys are empty.
+    used = min(summary.keys.shape[1], clusters)
+    free = (0, clusters - used)
     return Summary(
-        jnp.pad(summary.keys, ((0, 0), (0, free), (0, 0))),
-        jnp.pad(summary.values, ((0, 0), (0, free), (0, 0))),
-        jnp.pad(summary.log_counts, ((0, 0), (0, free)), constant_values=-jnp.inf),
+        jnp.pad(summary.keys[:, :used], ((0, 0), free, (0, 0))),
+        jnp.pad(summary.values[:, :used], ((0, 0), free, (0, 0))),
+        jnp.pad(summary.log_counts[:, :used], ((0, 0), free), constant_values=-jnp.inf),
     )
 
 

@@ -229,15 +229,19 @@ class HostStore:
     # --- afterwards
 
     def recall(self) -> float | None:
-        """Mean recall@k of the kept searches among the keys they scored, k = top_k; None without samples."""
+        """Mean recall@k of the kept searches among the keys they scored; k is the head's `top_k`.
+
+        None without a search that was kept, and where no key had been sealed.
+        """
         shares = []
         for sample in self.samples:
-            keys = self.heads[sample.layer][sample.sequence][sample.kv_head].keys[: sample.sealed]
-            exact = ExactIndex(keys).search(sample.queries, self.config.top_k)
-            shares += [
-                np.isin(wanted, got).mean()
-                for wanted, got in zip(exact.ids, sample.found.scored_ids, strict=True)
-            ]
+            head = self.heads[sample.layer][sample.sequence][sample.kv_head]
+            if sample.sealed:
+                exact = ExactIndex(head.keys[: sample.sealed]).search(sample.queries, head.budget.top_k)
+                shares += [
+                    np.isin(wanted, got).mean()
+                    for wanted, got in zip(exact.ids, sample.found.scored_ids, strict=True)
+                ]
         return float(np.mean(shares)) if shares else None
 
     def mean_budget(self) -> dict[str, float]:
@@ -300,10 +304,12 @@ def _prepare(head: Head, learned: Learned, k: int) -> None:
     check_keys(head.keys[: head.count])
     if not learned.sealed:
         return
-    exam = learned.exams[k]
+    exam, config = learned.exams[k], head.config
     head.means = exam.means
-    if head.config.projection and head.config.index == "scann" and head.config.leaves_searched != 0:
+    indexed = config.index == "scann" and learned.sealed >= config.exact_below and config.leaves_searched != 0
+    if config.projection and indexed:
         head.root = choose_projection(head.keys[: learned.sealed], learned.root[k], exam.queries)
     head.adopt(head.build(0, learned.sealed), learned.clusters[k])
     head.routes = Routes(learned.queries[k], learned.routes[k])
     head.budget = choose_budget(head, exam)
+    head.forget_exam()

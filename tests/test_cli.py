@@ -233,6 +233,7 @@ def test_settings_reach_the_model(checkpoint):
         (["-p", "a", "--rope-scaling", "[]"], ["--rope-scaling must be a JSON object"]),
         (["-p", "a", "--rope-scaling", '{"factor": 4}'], ["rope_scaling", "takes no factor"]),
         (["-p", "a", "--index", "hnsw"], ["index must be one of exact, scann", "'hnsw'"]),
+        (["-p", "a", "--target-error", "2"], ["target_error must be above 0 and below 1", "2.0"]),
         (["-p", "a", "--temperature", "-1"], ["temperature must be a number of at least 0"]),
         (["-p", "a", "--temperature", "nan"], ["temperature must be a number of at least 0"]),
         (["-p", "a", "--top-p", "0"], ["top_p must be above 0"]),

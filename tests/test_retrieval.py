@@ -352,6 +352,7 @@ def test_recall_counts_what_an_exact_search_would_find():
         ({"window": 0}, "window must be an integer of at least 1, found 0"),
         ({"window": True}, "window must be an integer of at least 1, found True"),
         ({"leaves_searched": 0}, "leaves_searched=0 does without the index and needs routes of at least 1"),
+        ({"leaves_searched": 0, "routes": 8, "index": "exact"}, "leaves_searched=0 does without the index"),
         ({"leaves_searched": 1.5}, "leaves_searched must be from 0 to 1, or None; found 1.5"),
         ({"leaves_searched": float("nan")}, "leaves_searched must be from 0 to 1, or None; found nan"),
         ({"target_error": 0}, "target_error must be above 0 and below 1, or None; found 0"),

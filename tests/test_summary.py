@@ -22,6 +22,7 @@ from rajax.models.lesson import HELD_OUT, learn, sample_positions
 from rajax.models.routes import top_keys
 from rajax.models.summary import CLUSTERS, UNIT, root_of, sealed_count, second_moment, slots, summarize
 from rajax.retrieval import RetrievalConfig
+from rajax.routes import Routes
 from rajax.session import Session, prefill
 from rajax.store import HostStore
 
@@ -179,9 +180,9 @@ def test_with_no_key_retrieved_the_result_is_the_summarys_estimate():
     np.testing.assert_allclose(got, attention(queries, keys, values), atol=1e-5)
 
 
-def test_a_denominator_that_rounding_has_eaten_gives_zeros_and_no_nan():
-    part = Partial(np.ones((1, 1, 3, 4)), np.array([[[-1e-9, 0.0, 2.0]]]), np.zeros((1, 1, 3)))
-    np.testing.assert_array_equal(finish(part)[0, 0, :, 0], [0, 0, 0.5])
+def test_a_denominator_that_rounding_has_eaten_gives_zeros_and_nan_stays_nan():
+    part = Partial(np.ones((1, 1, 4, 4)), np.array([[[-1e-9, 0.0, 2.0, np.nan]]]), np.zeros((1, 1, 4)))
+    np.testing.assert_array_equal(finish(part)[0, 0, :, 0], [0, 0, 0.5, np.nan])
 
 
 # --- learning, searching and growing
@@ -431,3 +432,96 @@ def test_two_sequences_seal_each_in_its_own_time():
     near = rajax.logits(model, texts, settings(top_k=10**6), decode_from=60)
     for row, text in enumerate(texts):
         np.testing.assert_allclose(near[row, : len(text)], dense[row], atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("length", "new", "window"),
+    [(2049, 4, 512), (2175, 1, 512), (4609, 4, 512), (4225, 1, 4096), (641, 300, 512)],
+)
+def test_any_length_of_prompt_has_room_for_its_summary(length, new, window):
+    """The prompt's bucket may be larger than that of the keys that are offloaded."""
+    model = random_llama(23, num_hidden_layers=1, max_position_embeddings=8192)
+    (text,) = random_tokens(23, length)
+    result = rajax.generate(
+        model, text, max_new_tokens=new, stop=(), retrieval=RetrievalConfig(window=window)
+    )
+    assert len(result.tokens[0]) == new
+
+
+def test_bfloat16_holds_its_keys_in_bfloat16_and_seals_them():
+    low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), random_llama(24, num_hidden_layers=2))
+    (text,) = random_tokens(24, 800)
+    dense = rajax.logits(low, text)[0, 200:]
+    with Session(low, [200], [800], settings(top_k=10**6)) as session:
+        prefill(low, [text[:200]], [session])
+        session.finish_prefill()
+        near = np.concatenate([np.asarray(session.step([token])) for token in text[200:]])
+        assert session._cache is not None
+        assert {a.dtype.name for a in (*session._cache.keys, *session._cache.values)} == {"bfloat16"}
+        assert session.store is not None
+        assert session.store.heads[0][0][0].sealed == 200 - 12 + UNIT
+    # Rounding to bfloat16 is what is left: dense decode is as far from the dense prefill.
+    dense_decode = rajax.logits(low, text, decode_from=200)[0, 200:]
+    assert np.abs(near - dense).mean() < 1.3 * np.abs(dense_decode - dense).mean()
+
+
+def test_by_routes_alone_a_long_answer_finds_its_own_keys(lesson):
+    store = filled(lesson, settings(leaves_searched=0, routes=8, top_k=32))
+    head = store.heads[0][0][0]
+    rng = np.random.default_rng(33)
+    place = rng.standard_normal(16).astype(np.float32) * 3
+    for _ in range(UNIT):
+        near = (place + 0.3 * rng.standard_normal((1, 16))).astype(np.float32)
+        head.append(near, near)
+        query = (0.3 * (place + rng.standard_normal((3, 16)))).astype(np.float32)
+        head.learn(query, head.search(query))
+    head.adopt(head.build(head.sealed, head.count), np.zeros(UNIT, np.int32))
+    assert head.sealed == head.count
+    query = (0.3 * (place + rng.standard_normal((3, 16)))).astype(np.float32)
+    exact = np.argsort(-(query @ head.keys[: head.count].T), axis=1)[:, :16]
+    found = head.search(query).ids
+    assert np.mean([np.isin(e, f).mean() for e, f in zip(exact, found, strict=True)]) > 0.7
+    store.close()
+
+
+def test_a_target_error_with_few_keys_takes_them_all_where_it_must(lesson):
+    keys, values, learned, _ = lesson
+    from rajax.session import _learned
+
+    store = HostStore(settings(target_error=1e-6), layers=1, kv_heads=2, head_dim=16, capacities=[100])
+    few = slice(3, 103)
+    store.put(0, 0, keys[:, few], values[:, few], _learned(learned, learned.summary, 100))
+    store.wait_built()
+    assert all(head.budget.top_k >= 100 for head in store.heads[0][0])
+    store.close()
+
+
+def test_recall_is_none_where_nothing_was_searched():
+    model, (text,) = random_llama(25), random_tokens(25, 30)
+    result = rajax.generate(model, text, max_new_tokens=4, stop=(), retrieval=settings(recall_steps=2))
+    assert result.statistics.keys_offloaded > 0
+    assert result.statistics.recall is None
+
+
+@pytest.mark.parametrize("known", [20, 9000])
+def test_routes_through_few_and_many_known_queries(known):
+    """Many are looked up through ScaNN; more than there are can be asked for."""
+    queries = draw(34, known, 16)
+    routes = Routes(queries, np.arange(known, dtype=np.int32)[:, None])
+    assert isinstance(routes.index, ScannIndex if known > 8192 else ExactIndex)
+    asked = queries[:5] * 3
+    assert (routes.find(asked, 4) == np.arange(5)[:, None]).any(1).all()
+    routes.learn(asked, np.full((5, 1), 7))
+    assert (routes.find(asked, 10**4) == 7).sum(1).min() >= 5
+
+
+def test_an_ended_sequence_keeps_its_clusters():
+    model, texts = random_llama(26, num_hidden_layers=1), random_tokens(26, 100, 120)
+    with Session(model, [100, 120], [110, 130], settings(top_k=8)) as session:
+        prefill(model, texts, [session])
+        session.finish_prefill()
+        session.end(0)
+        assert session._cache is not None
+        before = np.array(session._cache.keys[0][0])
+        session.step([1, 2])
+        np.testing.assert_array_equal(session._cache.keys[0][0], before)

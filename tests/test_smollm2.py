@@ -89,6 +89,6 @@ def test_ppl_stays_near_that_of_dense_attention(smollm2, length):
     ppl = [float(np.exp(-np.mean(o[np.arange(steps), rest]))) for o in outputs]
     divergence = float((np.exp(dense) * (dense - retrieval)).sum(-1).mean())
     print(f"{length} tokens: ppl {ppl[0]:.3f} dense, {ppl[1]:.3f} retrieval, KL {divergence:.4f}")
-    # Measured 0.0025 and 0.0035; perplexity over so few tokens moves by a few percent with them.
-    assert divergence < 0.01
-    assert ppl[1] == pytest.approx(ppl[0], rel=0.06)
+    # Measured 0.0001 and 0.0002, and perplexities that differ by 0.0013 of themselves.
+    assert divergence < 0.002
+    assert ppl[1] == pytest.approx(ppl[0], rel=0.03)

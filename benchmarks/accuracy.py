@@ -170,12 +170,12 @@ def measure(
             divergence.append(float((np.exp(dense[i]) * (dense[i] - got)).sum()))
             agreement.append(dense[i].argmax() == got.argmax())
         counters = store.counters
-        budgets = [head.budget for layer in store.heads for head in layer[0]]
+        budget = store.mean_budget()
         per_layer = [float(np.mean(fidelity.errors[layer])) for layer in sorted(fidelity.errors)]
         exact = config.index == "exact"
         return {
-            "leaves_pct": 100 * float(np.mean([b.leaves for b in budgets])),
-            "routes": float(np.mean([b.routes for b in budgets])),
+            "leaves_pct": 100 * budget["leaves_searched"],
+            "routes": budget["routes"],
             "scored_pct": 100.0 if exact else 100 * counters.scored / counters.offloaded,
             "retrieved_pct": 100 * counters.retrieved / counters.offloaded,
             "recall_at_100": float(np.mean(fidelity.recall)),
@@ -285,14 +285,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def load(checkpoint: Path, context: int) -> Llama:
-    """The model, with YaRN where the prompt is longer than the model's own positions.
-
-    The few tokens that are fed after it are not counted: the factor is that of the context.
-    """
+def load(checkpoint: Path, length: int) -> Llama:
+    """The model, with YaRN where a text of `length` tokens is longer than its own positions."""
     model = rajax.load(checkpoint)
-    if context > model.config.max_positions:
-        factor = float(-(-context // model.config.max_position_embeddings))
+    if length > model.config.max_positions:
+        factor = float(-(-length // model.config.max_position_embeddings))
         model = rajax.load(checkpoint, rope_scaling={"rope_type": "yarn", "factor": factor})
     return model
 
@@ -321,6 +318,7 @@ def main() -> None:
     console = Console(width=160)
     rows: list[dict[str, Any]] = []
     for context in args.contexts:
+        # The few steps after the prompt do not count: the factor is the context's.
         model = load(args.checkpoint, context)
         for row in run(model, tokens, context, args.steps, args.settings or list(settings()), console):
             rows.append(row)

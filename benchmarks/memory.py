@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from accuracy import load
 
 import rajax
 from rajax.session import Session, prefill
@@ -29,10 +30,7 @@ def main() -> None:
     args = parser.parse_args()
 
     total = args.context + args.new
-    model = rajax.load(args.checkpoint)
-    if total > model.config.max_positions:
-        factor = -(-total // model.config.max_position_embeddings)
-        model = rajax.load(args.checkpoint, rope_scaling={"rope_type": "yarn", "factor": float(factor)})
+    model = load(args.checkpoint, total)
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, args.context).astype(np.int32)
 
     start = time.perf_counter()

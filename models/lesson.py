@@ -22,8 +22,8 @@ from rajax.models.routes import top_keys
 from rajax.models.summary import UNIT, Summary, root_of, second_moment, summarize
 
 SAMPLED = 256
-"""Query positions that are learned from, spread over the newest quarter of the prompt: four times as many miss
-an eighth less."""
+"""Query positions that are learned from, spread over the newest quarter of the prompt. Few are enough: with 2,048
+instead of 512 a search missed a tenth less."""
 
 HELD_OUT = 24
 """Query positions that are held out, among the newest: what a decode query will be like."""

@@ -64,15 +64,16 @@ class Zone:
         newest = length - 1 - (length - 1 - slots) % self.window
         return jnp.where(slots < self.sinks, slots, newest)
 
-    def log_weights(self, lengths: jax.Array) -> jax.Array:
+    def log_weights(self, lengths: jax.Array, starts: jax.Array) -> jax.Array:
         """[B, S] float32: 0 where a slot holds a key that the next token sees, -inf where it does not.
 
-        After lengths [B] tokens that is every slot filled so far, except the one that the token will take:
-        the key in it leaves the zone.
+        After lengths [B] tokens that is every slot filled so far, except the one that the token will take, since the key
+        in it leaves the zone, and except those, sinks aside, whose position lies before starts [B].
         """
         slots = jnp.arange(self.size)
         seen = (slots < lengths[:, None]) & (slots != self.slot(lengths)[:, None])
-        return jnp.where(seen, 0.0, -jnp.inf)
+        here = (slots < self.sinks) | (jax.vmap(self.positions)(lengths) >= starts[:, None])
+        return jnp.where(seen & here, 0.0, -jnp.inf)
 
     def offloaded(self, length: int) -> int:
         """How many of the first `length` positions have left the zone; they begin at position `sinks`."""
@@ -89,12 +90,15 @@ class DeviceCache:
       values: per layer [B, K, S + C, H].
       log_counts: per layer [B, K, C] float32, log of the number of keys of each cluster; -inf for none.
       lengths: [B] int32, tokens seen so far, which is the next token's position.
+      starts: [B] int32, the first position of the window that still counts: a host path may take keys over before
+        their slots are needed.
     """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     log_counts: tuple[jax.Array, ...]
     lengths: jax.Array
+    starts: jax.Array
 
     def append(self, zone: Zone, new: NewToken, active: jax.Array) -> DeviceCache:
         """The zone with one more token of each active sequence in it.
@@ -246,6 +250,7 @@ class Attention(nnx.Module):
         values: jax.Array,
         log_counts: jax.Array,
         lengths: jax.Array,
+        starts: jax.Array,
         active: jax.Array,
         rope: Rope,
         *,
@@ -261,6 +266,7 @@ class Attention(nnx.Module):
           values: [B, K, S + C, H].
           log_counts: [B, K, C] float32, the summary's.
           lengths: [B] int32, tokens before this one.
+          starts: [B] int32, as in `DeviceCache`.
           active: [B] bool; a sequence that has ended computes garbage.
           rope: the rotary embedding.
           zone: the static zone's layout.
@@ -287,7 +293,7 @@ class Attention(nnx.Module):
             q, ticket = jax.lax.optimization_barrier((q, ticket))
 
         with jax.named_scope("device_keys"):
-            weights = zone.log_weights(lengths)[:, None]
+            weights = zone.log_weights(lengths, starts)[:, None]
             weights = jnp.broadcast_to(weights, (*log_counts.shape[:2], zone.size))
             weights = jnp.concatenate([weights, log_counts], axis=2)
             device = partial_attention(q, keys, values, weights)

@@ -166,6 +166,7 @@ class Llama(nnx.Module):
                     cache.values[i],
                     cache.log_counts[i],
                     cache.lengths,
+                    cache.starts,
                     active,
                     rope,
                     zone=zone,

@@ -46,6 +46,12 @@ class Summary:
     log_counts: jax.Array
 
 
+def no_clusters(kv_heads: int, head_dim: int, dtype: jax.typing.DTypeLike) -> Summary:
+    """The summary of nothing, arrays [K, 0, ...]."""
+    nothing = jnp.zeros((kv_heads, 0, head_dim), dtype)
+    return Summary(nothing, nothing, jnp.zeros((kv_heads, 0)))
+
+
 def second_moment(queries: jax.Array) -> jax.Array:
     """queries [..., n, H] -> [..., H, H], the sum of their outer products."""
     return jnp.einsum("...nh,...nj->...hj", queries, queries, precision="highest")

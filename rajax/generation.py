@@ -43,11 +43,15 @@ class Statistics:
       host_kv_bytes: keys and values in host memory, at the end.
       index_bytes: what the indexes hold in host memory besides, at the end.
       keys_offloaded: offloaded keys, summed over steps, layers and query heads.
-      keys_scanned: those of them that a search looked at (for ScaNN: the share of leaves searched).
+      keys_scanned: those of them that a search looked at (for ScaNN: the share of leaves searched); for index="wave" the
+        clusters that were ranked.
       keys_scored: those of them whose score was computed exactly.
       keys_retrieved: those of them that attention used.
       top_k, leaves_searched, routes: what the heads searched with, mean over layers and key/value heads; where the
         configuration leaves it open, each chose for itself. None for dense attention.
+      cache_hit_ratio: with index="wave", the share of the clusters retrieved that were in the device's cache.
+      bytes_moved: with index="wave", bytes of the keys and values that decode moved from host to device.
+      evictions: with index="wave", clusters that had to leave the cache.
       recall: mean recall@k against an exact search over the first `RetrievalConfig.recall_steps` steps.
     """
 
@@ -58,16 +62,19 @@ class Statistics:
     first_step_s: float
     decode_steps: int
     device_kv_bytes: int
-    host_kv_bytes: int
-    index_bytes: int
-    keys_offloaded: int
-    keys_scanned: int
-    keys_scored: int
-    keys_retrieved: int
-    top_k: float | None
-    leaves_searched: float | None
-    routes: float | None
-    recall: float | None
+    host_kv_bytes: int = 0
+    index_bytes: int = 0
+    keys_offloaded: int = 0
+    keys_scanned: int = 0
+    keys_scored: int = 0
+    keys_retrieved: int = 0
+    top_k: float | None = None
+    leaves_searched: float | None = None
+    routes: float | None = None
+    cache_hit_ratio: float | None = None
+    bytes_moved: int | None = None
+    evictions: int | None = None
+    recall: float | None = None
 
     @property
     def steps_per_s(self) -> float | None:
@@ -398,14 +405,7 @@ def _decode(
             first_step_s=step_seconds[0] if step_seconds else 0.0,
             decode_steps=len(step_seconds),
             device_kv_bytes=session.device_bytes,
-            host_kv_bytes=store.kv_bytes if store else 0,
-            index_bytes=store.index_bytes if store else 0,
-            keys_offloaded=store.counters.offloaded if store else 0,
-            keys_scanned=store.counters.scanned if store else 0,
-            keys_scored=store.counters.scored if store else 0,
-            keys_retrieved=store.counters.retrieved if store else 0,
-            **(store.mean_budget() if store else dict.fromkeys(("top_k", "leaves_searched", "routes"))),
-            recall=store.recall() if store else None,
+            **(store.statistics() if store else {}),
         )
     return Generation(answers, [reason or "length" for reason in reasons], statistics)
 

@@ -131,7 +131,9 @@ class Head:
         check_keys(keys)
         # Routes alone need no index.
         kind = "exact" if self.config.leaves_searched == 0 else self.config.index
-        return Segment(start, end, INDEXES[kind](keys, self.config.exact_below, self.root))
+        index = INDEXES[kind]
+        assert index is not None
+        return Segment(start, end, index(keys, self.config.exact_below, self.root))
 
     def segment_start(self, end: int) -> int:
         """Where a segment that ends at `end` had best start: it takes in those before it that are no longer.

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
+from rajax.handles import by_handle
 from rajax.kernels import Partial, no_keys
-from rajax.store import by_handle
 
 
 class CallbackHostPath:
@@ -23,7 +23,8 @@ class CallbackHostPath:
     is kept by data: `collect` needs the ticket that `submit` made.
     """
 
-    def __init__(self, handle: jax.Array):
+    def __init__(self, handle: jax.Array, state: tuple[()]):
+        del state  # what this path needs of the device is in the `DeviceCache`
         self.handle = handle
         self.shapes: dict[int, tuple[int, ...]] = {}
 
@@ -40,6 +41,10 @@ class CallbackHostPath:
         shapes = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*heads, head_dim), heads, heads))
         with jax.named_scope("host_collect"):
             return Partial(*io_callback(_collect, shapes, self.handle, ticket, after, np.int32(head_dim)))
+
+    def outcome(self) -> tuple[()]:
+        """What the session has to act on after the step."""
+        return ()
 
 
 # A callback hands its failure to the store and goes on with nothing, until the step is over and the session

@@ -162,12 +162,14 @@ def _scann_or_exact(keys: np.ndarray, exact_below: int, root: np.ndarray | None)
     return ScannIndex(keys, root)
 
 
-INDEXES: dict[str, Callable[[np.ndarray, int, np.ndarray | None], Index]] = {
+Build = Callable[[np.ndarray, int, np.ndarray | None], Index]
+"""Builds an index of keys [S, H] float32. The other arguments are the number of keys below which a kind may scan them all,
+and the root of the queries' second moment [H, H], or None, for kinds that can use it."""
+
+INDEXES: dict[str, Build | None] = {
     "exact": lambda keys, exact_below, root: ExactIndex(keys),
     "scann": _scann_or_exact,
+    "wave": None,
 }
-"""The one registry of index kinds: name -> what builds one.
-
-Arguments are keys [S, H] float32, the number of keys below which a kind may scan them all, and the root of the
-queries' second moment [H, H], or None, for kinds that can use it.
-"""
+"""The one registry of index kinds: name -> what builds one over a head's keys on the host, which is then searched
+(`rajax.searched`); None where the device ranks clusters and the host only hands them over (`rajax.wave`)."""

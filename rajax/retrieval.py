@@ -7,13 +7,31 @@ import numbers
 
 from rajax.index import INDEXES
 
+RANKS = ("spread", "estimate", "bound")
+"""What `rank_by` may be."""
+
+OF_SEARCHES = "top_k", "target_error", "leaves_searched", "routes", "summary", "exact_below", "recall_steps"
+"""Settings that mean nothing where clusters are retrieved whole."""
+
+OF_WAVES = (
+    "retrieved_share",
+    "top_p",
+    "min_clusters",
+    "max_clusters",
+    "rank_by",
+    "block_cache",
+    "update_every",
+)
+"""Settings that mean something only there."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RetrievalConfig:
     """How decode finds the keys that matter. Each default has its source.
 
     Attributes:
-      index: the kind of index over the offloaded keys: "scann", or "exact", a scan of all of them.
+      index: the kind of index over the offloaded keys: "scann"; "exact", a scan of all of them; or "wave", RetroInfer's
+        clusters, ranked and cached on the device.
       top_k: offloaded keys that each query head attends to exactly. RetrievalAttention (arXiv 2409.10516, section
         4.1) takes 100. On SmolLM2 at 32,768 tokens an exact top 256 diverges from dense attention by a KL of
         0.020 where an exact top 100 does by 0.032, and the search costs more than the keys it adds.
@@ -21,6 +39,19 @@ class RetrievalConfig:
         root mean square over queries: each head then takes as few keys, and as short a search, as reach it on
         queries of the prompt that were held out. None keeps top_k, and so does a prompt that offloads nothing to
         learn from.
+      retrieved_share: with "wave", the share of a head's clusters that every step retrieves; RetroInfer (arXiv 2505.02922)
+        takes 0.018. None, the default, lets each head and step choose by `top_p`.
+      top_p: with "wave", each head and step retrieves as few clusters as leave a share of 1 - top_p of the estimated
+        mass, weighed as `rank_by` says, to the others, within the bounds `min_clusters` and `max_clusters`. On SmolLM2 one
+        number for all heads does as well as freer bounds: attention that is spread thin gains little by more clusters.
+      min_clusters, max_clusters: those bounds, per KV head. A cluster has at most 16 keys, 12 on average.
+      rank_by: with "wave", what makes a cluster worth retrieving: "estimate", its estimated mass, sizes counted; "spread",
+        that times how far the scores of its keys differ, which finds a little more; "bound", the upper bound of its
+        mass, which is too loose to be of use (`benchmarks/accuracy.py`).
+      block_cache: with "wave", the size of the device's cache of hot clusters, as a share of the KV; 0.05 as in
+        RetroInfer, section 4.3.
+      update_every: with "wave", tokens of an answer that stay on the device beyond the window until they are clustered
+        together. RetroInfer takes 1,024; fewer take less device memory.
       sink_tokens: first tokens that stay on the device; 128 as in RetrievalAttention, section 4.1.
       window: newest tokens that stay on the device; 512 as in RetrievalAttention, section 4.1.
       leaves_searched: share of ScaNN's partitions that a query searches, at most 1; 0 does without ScaNN, which
@@ -29,7 +60,8 @@ class RetrievalConfig:
       routes: the known queries nearest to a query whose keys are looked at as well; 0 does without. None, the
         default, lets each head choose, likewise.
       projection: whether ScaNN may index the keys in coordinates that the prompt's queries shape, where a head
-        finds more that way.
+        finds more that way. With "wave", whether clusters are formed in those coordinates, finer where the prompt's
+        queries looked; without, by RetroInfer's spherical k-means of mean-centred keys.
       summary: whether the device keeps mean keys that stand for the offloaded ones, 2.8 % of their bytes at a head
         dim of 64. On SmolLM2 that halves the error of the attention output.
       exact_below: fewer keys than this are scanned exactly, which is as fast there as ScaNN
@@ -41,6 +73,13 @@ class RetrievalConfig:
     index: str = "scann"
     top_k: int = 256
     target_error: float | None = None
+    retrieved_share: float | None = None
+    top_p: float = 0.9
+    min_clusters: int = 8
+    max_clusters: int = 40
+    rank_by: str = "spread"
+    block_cache: float = 0.05
+    update_every: int = 256
     sink_tokens: int = 128
     window: int = 512
     leaves_searched: float | None = None
@@ -58,8 +97,12 @@ class RetrievalConfig:
     def __post_init__(self):
         if not isinstance(self.index, str) or self.index not in INDEXES:
             raise ValueError(f"index must be one of {', '.join(sorted(INDEXES))}; found {self.index!r}")
+        _check_belongs(self)
         for name, least in (
             ("top_k", 1),
+            ("min_clusters", 1),
+            ("max_clusters", 1),
+            ("update_every", 1),
             ("sink_tokens", 0),
             ("window", 1),
             ("exact_below", 0),
@@ -71,13 +114,23 @@ class RetrievalConfig:
                 continue
             if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, found {value!r}")
-        for name, allowed in (("leaves_searched", "from 0 to 1"), ("target_error", "above 0 and below 1")):
+        for name, excluded, allowed in (
+            ("leaves_searched", (), "from 0 to 1, or None"),
+            ("target_error", (0, 1), "above 0 and below 1, or None"),
+            ("retrieved_share", (0,), "above 0 and at most 1, or None"),
+            ("top_p", (), "from 0 to 1"),
+            ("block_cache", (), "from 0 to 1"),
+        ):
             value = getattr(self, name)
-            if value is None:
+            if value is None and allowed.endswith("None"):
                 continue
             number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            if not number or not 0 <= value <= 1 or (name == "target_error" and value in (0, 1)):
-                raise ValueError(f"{name} must be {allowed}, or None; found {value!r}")
+            if not number or not 0 <= value <= 1 or value in excluded:
+                raise ValueError(f"{name} must be {allowed}; found {value!r}")
+        if self.min_clusters > self.max_clusters:
+            raise ValueError(f"min_clusters is {self.min_clusters}, more than max_clusters, {self.max_clusters}")
+        if self.rank_by not in RANKS:
+            raise ValueError(f"rank_by must be one of {', '.join(RANKS)}; found {self.rank_by!r}")
         for name in ("projection", "summary"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, found {getattr(self, name)!r}")
@@ -85,3 +138,11 @@ class RetrievalConfig:
             raise ValueError("leaves_searched=0 does without the index: it cannot go with index='exact'")
         if self.leaves_searched == 0 and not self.routes:
             raise ValueError("leaves_searched=0 does without the index and needs routes of at least 1")
+
+
+def _check_belongs(config: RetrievalConfig) -> None:
+    """Raises ValueError where a setting was changed that `config.index` has no use for."""
+    others = OF_SEARCHES if INDEXES[config.index] is None else OF_WAVES
+    for field in dataclasses.fields(config):
+        if field.name in others and getattr(config, field.name) != field.default:
+            raise ValueError(f"{field.name} means nothing to index={config.index!r}: leave it at {field.default!r}")

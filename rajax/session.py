@@ -19,30 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rajax.budget import Exam
-from rajax.host_path import CallbackHostPath
-from rajax.kernels.partial_attention import BLOCK_S
 from rajax.models import DeviceCache, Llama, Rope, Zone
-from rajax.models.lesson import Lesson, learn, sample_positions
-from rajax.models.summary import CLUSTERS, UNIT, Summary, root_of, sealed_count, slots, summarize
+from rajax.models.lesson import sample_positions
+from rajax.models.summary import no_clusters
+from rajax.offload import Offload, offload
 from rajax.retrieval import RetrievalConfig
-from rajax.store import HostStore, Learned
+from rajax.shapes import BLOCK, bucket
 
 OnPrefill = Callable[[int, int], None]
 """Called with (layers done, layers in all) as the prompts of a batch go through the model."""
-
-BLOCK = 512
-"""Positions per prefill step: on a CPU the fastest of 128 to 2048, and large enough to fill a GPU."""
-
-
-def bucket(length: int) -> int:
-    """`length` rounded up so that a few compilations serve all lengths, at most an eighth above 4,096."""
-    for small in (128, 256, BLOCK):
-        if length <= small:
-            return small
-    granule = max(BLOCK, (1 << (length - 1).bit_length()) // 16)
-    return -(-length // granule) * granule
-
 
 class Session:
     """The state of a batch between tokens.
@@ -72,36 +57,24 @@ class Session:
         self._parts: list[list[tuple[jax.Array, jax.Array, jax.Array]]]
         self._parts = [[] for _ in range(config.num_hidden_layers)]
         self._cache: DeviceCache | None = None
-        self._clusters = 0
-        """Clusters of the summary on the device, C, room for the answer's included."""
-
+        self._step: Any = None
         frequencies = [config.rope.frequencies(config.head_dim, length) for length in capacity]
         self.rope = Rope(
             jnp.asarray(np.stack([f for f, _ in frequencies])),
             jnp.asarray([f for _, f in frequencies], jnp.float32),
         )
-        self.store: HostStore | None = None
+        dtype = model.layers[0].self_attn.k_proj.kernel[...].dtype
+        self.offload: Offload | None = None
         self.zone = Zone(sinks=0, window=bucket(max(capacity)))
         if retrieval is not None:
-            zone = Zone(retrieval.sink_tokens, retrieval.window)
-            offloaded = [zone.offloaded(c) for c in capacity]
-            # A batch that never outgrows the static zone pays for no host path, and its zone for no more slots
-            # than the text has tokens.
-            if any(offloaded):
-                self.zone = zone
-                self.store = HostStore(
-                    retrieval,
-                    layers=config.num_hidden_layers,
-                    kv_heads=config.num_key_value_heads,
-                    head_dim=config.head_dim,
-                    capacities=offloaded,
-                )
-                if retrieval.summary:
-                    # A prompt's last unit may be short, and the GPU's kernel takes keys in blocks.
-                    device_slots = zone.size + slots(bucket(max(offloaded)) + UNIT)
-                    self._clusters = -(-device_slots // BLOCK_S) * BLOCK_S - zone.size
-        self._clustered = [0] * len(lengths)
-        """The clusters of each sequence so far."""
+            self.offload = offload(retrieval, config, dtype, lengths, capacity)
+        if self.offload is not None:
+            self.zone = self.offload.zone
+
+    @property
+    def store(self) -> Any:
+        """The host's part of the request; None where nothing leaves the device."""
+        return self.offload and self.offload.store
 
     def __enter__(self) -> Session:
         return self
@@ -129,17 +102,10 @@ class Session:
           positions: [Q], from `models.lesson.sample_positions`.
         """
         length = self.lengths[sequence]
-        summary = None
-        if self.store is not None and (count := self.zone.offloaded(length)):
-            first, window = self.zone.sinks, self.zone.window
-            lesson = _learn(keys, values, queries, positions, length, sinks=first, window=window)
-            sealed = count
-            if self._clusters:
-                sealed, summary = sealed_count(count), _stored(lesson.summary, keys.dtype)
-                self._clustered[sequence] = slots(sealed)
-            k, v = (np.asarray(a)[0, :, first : first + count] for a in (keys, values))
-            self.store.put(layer, sequence, k, v, _learned(lesson, summary, sealed))
-        whole = _room_for(summary, self._clusters, keys)
+        if self.offload is not None:
+            whole = self.offload.take(layer, sequence, keys, values, queries, positions)
+        else:
+            whole = no_clusters(keys.shape[1], keys.shape[3], keys.dtype)
         static_keys, static_values = (_static_part(a, length, zone=self.zone)[0] for a in (keys, values))
         self._parts[layer].append(
             (
@@ -156,13 +122,16 @@ class Session:
             layers.append([jnp.stack(rows) for rows in zip(*parts, strict=True)])
             parts.clear()
         keys, values, log_counts = zip(*layers, strict=True)
-        cache = DeviceCache(keys, values, log_counts, jnp.asarray(self.lengths, jnp.int32))
+        starts = np.zeros(len(self.lengths), np.int32) if self.offload is None else self.offload.starts
+        lengths = jnp.asarray(self.lengths, jnp.int32)
+        cache = DeviceCache(keys, values, log_counts, lengths, jnp.asarray(starts, jnp.int32))
         # As a step returns it: an array that is not bound to its device would compile the step twice.
         (device,) = self._leaves[0].devices()
         self._cache = jax.device_put(cache, device)
         start = time.perf_counter()
-        if self.store is not None:
-            self.store.wait_built()
+        if self.offload is not None:
+            self.offload.finish_prefill()
+            self.offload.state = jax.device_put(self.offload.state, device)
         return time.perf_counter() - start
 
     def end(self, sequence: int) -> None:
@@ -182,57 +151,37 @@ class Session:
         if full := np.flatnonzero(active & (self._seen >= self._capacity)).tolist():
             raise ValueError(f"sequence {full[0]} is at its capacity of {self._capacity[full[0]]} tokens")
         self._seen += active
-        handle = np.int32(0 if self.store is None else self.store.handle)
-        logits, new = _decode_step(
-            self._static,
-            self._leaves,
-            self._cache,
-            jnp.asarray(tokens, jnp.int32),
-            active,
-            self.rope,
-            handle,
-            zone=self.zone,
-            offload=self.store is not None,
+        keys, host = self.offload, ()
+        if keys is not None:
+            host = keys.path, np.int32(keys.store.handle), keys.state
+        path, handle, state = host or (None, np.int32(0), ())
+        if self._step is None:
+            self._step = _decode_step(self._static, self.zone, path)
+        logits, new, outcome = self._step(
+            self._leaves, self._cache, jnp.asarray(tokens, jnp.int32), active, self.rope, handle, state
         )
         self._cache = _append(self._cache, new, active, zone=self.zone)
-        if self.store is not None:
+        if keys is not None:
             logits.block_until_ready()
-            self.store.raise_failure()
-            for sequence in np.flatnonzero(active).tolist():
-                self._grow(sequence)
+            keys.store.raise_failure()
+            self._cache = keys.after_step(self._cache, outcome, active, self._seen)
         return logits
-
-    def _grow(self, sequence: int) -> None:
-        """Has the host index a tail that is long enough, and adopts it when that is done."""
-        assert self.store is not None
-        assert self._cache is not None
-        if self.store.tail(sequence) >= UNIT:
-            self.store.start_sealing(sequence, UNIT)
-        if not self.store.ready_to_adopt(sequence):
-            return
-        clusters = means = None
-        start = self._clustered[sequence]
-        if self._clusters:
-            # One program for all layers, [L, K, ...].
-            new = (np.stack(arrays) for arrays in zip(*self.store.sealing(sequence), strict=True))
-            self._cache, clusters, means = _seal(self._cache, *new, sequence, start, zone=self.zone)
-            clusters, means = np.asarray(clusters), np.asarray(means.astype(jnp.float32))
-            self._clustered[sequence] += CLUSTERS
-        self.store.adopt(sequence, clusters, means, start)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of keys and values on the device, those of the summary included."""
+        """Bytes of keys and values on the device, and of what stands there for the offloaded ones."""
         assert self._cache is not None
         cache = self._cache
-        return sum(a.nbytes for a in (*cache.keys, *cache.values, *cache.log_counts))
+        held = sum(a.nbytes for a in (*cache.keys, *cache.values, *cache.log_counts))
+        return held + (self.offload.state_bytes if self.offload is not None else 0)
 
     def close(self) -> None:
         """Frees the host's memory and threads, after any step that still runs."""
         if self._cache is not None:
             jax.block_until_ready(self._cache)
-        if self.store is not None:
-            self.store.close()
+        if self.offload is not None:
+            jax.block_until_ready(self.offload.state)
+            self.offload.store.close()
 
 
 def prefill(
@@ -317,74 +266,25 @@ def _logits(static, leaves, x):
     return _join(static, leaves).logits(x)
 
 
-@functools.partial(jax.jit, static_argnames=("static", "zone", "offload"))
-def _decode_step(static, leaves, cache, tokens, active, rope, handle, *, zone, offload):
-    host = CallbackHostPath(handle) if offload else None
-    return _join(static, leaves).decode(tokens, cache, active, rope, zone=zone, host=host)
+@functools.cache
+def _decode_step(static, zone, path):
+    """The jitted step of a module; static arguments of `jax.jit` would be hashed at every step, which takes milliseconds.
+
+    The step returns logits, the new token's keys and values, and what the host path has for the session to act on.
+    """
+
+    @jax.jit
+    def step(leaves, cache, tokens, active, rope, handle, state):
+        host = None if path is None else path(handle, state)
+        logits, new = _join(static, leaves).decode(tokens, cache, active, rope, zone=zone, host=host)
+        return logits, new, () if host is None else host.outcome()
+
+    return step
 
 
 @functools.partial(jax.jit, static_argnames=("zone",), donate_argnames=("cache",))
 def _append(cache, new, active, *, zone):
     return cache.append(zone, new, active)
-
-
-@functools.partial(jax.jit, static_argnames=("sinks", "window"))
-def _learn(keys, values, queries, positions, length, *, sinks, window):
-    return learn(keys[0], values[0], queries[0], positions, length, sinks=sinks, window=window)
-
-
-@functools.partial(jax.jit, static_argnames=("zone",), donate_argnames=("cache",))
-def _seal(cache, keys, values, moments, sequence, start, *, zone):
-    """Adds a unit of keys [L, K, UNIT, H] to one sequence's summary: the cache, their clusters and those' means."""
-    summary, clusters = jax.vmap(summarize, in_axes=(0, 0, None, 0))(
-        keys, values, jnp.int32(UNIT), root_of(moments)
-    )
-    summary = _stored(summary, cache.keys[0].dtype)
-    layers = [jax.tree.map(lambda a, i=i: a[i], summary) for i in range(len(keys))]
-    return cache.add_clusters(zone, layers, sequence, start), clusters, summary.keys
-
-
-def _stored(summary: Summary, dtype: Any) -> Summary:
-    """A summary as the cache holds it."""
-    return Summary(summary.keys.astype(dtype), summary.values.astype(dtype), summary.log_counts)
-
-
-def _room_for(summary: Summary | None, clusters: int, keys: jax.Array) -> Summary:
-    """A summary of `clusters` clusters, those of `summary` first and the others empty."""
-    _, heads, _, width = keys.shape
-    if summary is None:
-        nothing = jnp.zeros((heads, 0, width), keys.dtype)
-        summary = Summary(nothing, nothing, jnp.zeros((heads, 0)))
-    # A lesson has room for all the slots of a prompt's bucket; those past its keys are empty.
-    used = min(summary.keys.shape[1], clusters)
-    free = (0, clusters - used)
-    return Summary(
-        jnp.pad(summary.keys[:, :used], ((0, 0), free, (0, 0))),
-        jnp.pad(summary.values[:, :used], ((0, 0), free, (0, 0))),
-        jnp.pad(summary.log_counts[:, :used], ((0, 0), free), constant_values=-jnp.inf),
-    )
-
-
-def _learned(lesson: Lesson, summary: Summary | None, sealed: int) -> Learned:
-    """What the host needs of a lesson, as NumPy arrays."""
-    host: Any = jax.tree.map(np.asarray, lesson)
-    heads, _, width = host.exam.shape
-    if summary is None:
-        clusters = np.full((heads, sealed), -1, np.int32)
-        means = mean_values = np.zeros((heads, 0, width), np.float32)
-        log_counts = np.zeros((heads, 0), np.float32)
-    else:
-        clusters = host.clusters[:, :sealed]
-        means, mean_values, log_counts = (
-            np.asarray(a, np.float32)[:, : slots(sealed)]
-            for a in (summary.keys, summary.values, summary.log_counts)
-        )
-    seen = host.seen
-    exams = [
-        Exam(host.exam[k], seen.numerator[0, k], seen.denominator[0, k], seen.max[0, k], *clusters_of_head)
-        for k, clusters_of_head in enumerate(zip(means, mean_values, log_counts, strict=True))
-    ]
-    return Learned(sealed, clusters, host.root, host.queries, host.routes, exams)
 
 
 @functools.partial(jax.jit, static_argnames=("zone",))

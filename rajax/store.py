@@ -14,13 +14,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from rajax.budget import Exam, choose_budget, choose_projection
+from rajax.handles import register, unregister
 from rajax.head import Head, Search, Segment, check_keys
 from rajax.index import ExactIndex
 from rajax.kernels.partial import Partial, no_keys
@@ -108,7 +108,7 @@ class HostStore:
         """The searches that were kept."""
         self.keep_samples = config.recall_steps * layers
         """How many of the next layers' searches are kept."""
-        self.handle = _register(self)
+        self.handle = register(self)
 
     # --- prefill
 
@@ -253,6 +253,19 @@ class HostStore:
             "routes": float(np.mean([b.routes for b in budgets])),
         }
 
+    def statistics(self) -> dict[str, float | None]:
+        """The fields of `generation.Statistics` that the host knows."""
+        return {
+            "host_kv_bytes": self.kv_bytes,
+            "index_bytes": self.index_bytes,
+            "keys_offloaded": self.counters.offloaded,
+            "keys_scanned": self.counters.scanned,
+            "keys_scored": self.counters.scored,
+            "keys_retrieved": self.counters.retrieved,
+            **self.mean_budget(),
+            "recall": self.recall(),
+        }
+
     @property
     def kv_bytes(self) -> int:
         """Bytes of the keys and values held now."""
@@ -265,34 +278,10 @@ class HostStore:
 
     def close(self) -> None:
         """Ends the threads and forgets the keys. No step may be running."""
-        _unregister(self)
+        unregister(self.handle)
         self._builders.shutdown(cancel_futures=True)
         self._searcher.shutdown()
         self.heads, self.samples = [], []
-
-
-# A jitted step knows its request by a small integer, so that one compiled step serves every request.
-_stores: dict[int, HostStore] = {}
-_handles = itertools.count(1)
-_lock = threading.Lock()
-
-
-def _register(store: HostStore) -> int:
-    with _lock:
-        handle = next(_handles)
-        _stores[handle] = store
-    return handle
-
-
-def _unregister(store: HostStore) -> None:
-    with _lock:
-        _stores.pop(store.handle, None)
-
-
-def by_handle(handle: int) -> HostStore | None:
-    """The store of a request, or None where the request has ended, as an interrupted one may before its step."""
-    with _lock:
-        return _stores.get(handle)
 
 
 def _seal(head: Head, end: int) -> Segment:

@@ -14,13 +14,15 @@ from cuda import lower_for_cuda
 from random_llama import random_llama, random_tokens
 
 import rajax
-from rajax import store as store_module
+from rajax import handles
 from rajax.head import Head, Search, Segment
+from rajax.host_path import CallbackHostPath
 from rajax.index import INDEXES, ExactIndex, ScannIndex, select_top
 from rajax.kernels import Partial
 from rajax.models import DeviceCache, Rope, Zone
 from rajax.models.lesson import sample_positions
-from rajax.session import Session, _decode_step, _join, _prefill_layer, _split, bucket, prefill
+from rajax.session import Session, _decode_step, _join, _prefill_layer, _split, prefill
+from rajax.shapes import bucket
 from rajax.store import HostStore
 
 ALL = 10**6
@@ -30,21 +32,33 @@ TOLERANCE = 1e-4
 """Absolute, of logits with a deviation of about two: float32 sums in another order."""
 
 
-def config(**settings: Any) -> rajax.RetrievalConfig:
-    """A static zone so small that most of a short text is offloaded, and ScaNN even for few keys."""
-    return rajax.RetrievalConfig(
-        **{"sink_tokens": 3, "window": 9, "exact_below": 0, "leaves_searched": 1.0, "top_k": ALL, **settings}
-    )
+def config(index: str = "scann", keys: int = ALL, **settings: Any) -> rajax.RetrievalConfig:
+    """A static zone so small that most of a short text is offloaded, and ScaNN even for few keys.
+
+    `keys` are retrieved per query, or as many clusters as have about so many. The block cache is so small that it is never
+    whole, and an answer's keys are clustered soon.
+    """
+    zone: dict[str, Any] = {"sink_tokens": 3, "window": 9}
+    if INDEXES[index]:
+        kind: dict[str, Any] = {"exact_below": 0, "leaves_searched": 1.0, "top_k": keys}
+    else:
+        kind = {"update_every": 20, "block_cache": 0.3, "rank_by": "estimate"}
+        few = max(1, keys // 8)
+        kind |= {"retrieved_share": 1.0} if keys == ALL else {"min_clusters": few, "max_clusters": few}
+    return rajax.RetrievalConfig(index=index, **zone | kind | settings)
+
+
+KINDS = sorted(INDEXES)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind():
     yield
-    assert store_module._stores == {}
+    assert handles._requests == {}
     assert not [t.name for t in threading.enumerate() if t.name.startswith("rajax")]
 
 
-@pytest.mark.parametrize("index", sorted(INDEXES))
+@pytest.mark.parametrize("index", KINDS)
 @pytest.mark.parametrize("kv_heads", [2, 4], ids=["gqa", "mha"])
 def test_all_keys_retrieved_equals_dense(index, kv_heads):
     """Prefill and 64 decoded tokens, a batch of unequal lengths, one of them inside the static zone."""
@@ -59,20 +73,22 @@ def test_all_keys_retrieved_equals_dense(index, kv_heads):
         for step in range(new):
             got.append(np.asarray(session.step([t[n + step] for t, n in zip(texts, lengths, strict=True)])))
         assert session.store is not None
-        assert session.store.counters.retrieved == session.store.counters.offloaded > 0
+        used = session.store.statistics()
+        assert used["keys_retrieved"] == used["keys_offloaded"] > 0
     for row, n in enumerate(lengths):
         ours = np.stack([g[row] for g in got])
         np.testing.assert_allclose(ours, dense[row][n - 1 :], atol=TOLERANCE)
     assert np.std(dense[0]) > 1
 
 
+@pytest.mark.parametrize("index", ["scann", "wave"])
 @pytest.mark.parametrize("zone", [(3, 9), (0, 1), (5, 1), (0, 16), (200, 7)])
-def test_one_token_at_a_time_equals_a_fresh_prefill_at_every_step(zone):
+def test_one_token_at_a_time_equals_a_fresh_prefill_at_every_step(zone, index):
     """From the first token on, through the filling of the static zone and far past it."""
     model, (text,) = random_llama(2), random_tokens(2, 90)
     fresh = rajax.logits(model, text)
     sinks, window = zone
-    grown = rajax.logits(model, text, config(sink_tokens=sinks, window=window), decode_from=1)
+    grown = rajax.logits(model, text, config(index, sink_tokens=sinks, window=window), decode_from=1)
     np.testing.assert_allclose(grown, fresh, atol=TOLERANCE)
     np.testing.assert_allclose(rajax.logits(model, text, decode_from=1), fresh, atol=TOLERANCE)
 
@@ -85,34 +101,38 @@ def test_prefill_sees_only_what_came_before():
         np.testing.assert_allclose(rajax.logits(model, text[:end])[0, -1], whole[end - 1], atol=TOLERANCE)
 
 
-def test_few_retrieved_keys_differ_from_dense():
-    """The parity tests can fail: with one key retrieved the logits are far off."""
+@pytest.mark.parametrize("index", KINDS)
+def test_few_retrieved_keys_differ_from_dense(index):
+    """The parity tests can fail: with one key, or cluster, retrieved the logits are far off."""
     model, (text,) = random_llama(4), random_tokens(4, 120)
-    near = rajax.logits(model, text, config(top_k=1), decode_from=100)
+    near = rajax.logits(model, text, config(index, keys=1), decode_from=100)
     assert np.abs(near - rajax.logits(model, text)).max() > 100 * TOLERANCE
 
 
-def test_more_keys_come_closer_to_dense():
+@pytest.mark.parametrize("index", KINDS)
+def test_more_keys_come_closer_to_dense(index):
     model, (text,) = random_llama(5), random_tokens(5, 160)
     dense = rajax.logits(model, text)
     errors = [
-        np.abs(rajax.logits(model, text, config(top_k=k), decode_from=120) - dense).mean()
+        np.abs(rajax.logits(model, text, config(index, k), decode_from=120) - dense).mean()
         for k in (1, 16, 64, ALL)
     ]
     assert errors == sorted(errors, reverse=True)
 
 
-def test_a_batch_equals_its_sequences_alone():
+@pytest.mark.parametrize("index", ["scann", "wave"])
+def test_a_batch_equals_its_sequences_alone(index):
     model, texts = random_llama(6), random_tokens(6, 70, 4, 33)
-    settings = {"max_new_tokens": 30, "retrieval": config(top_k=8), "stop": ()}
+    settings = {"max_new_tokens": 30, "retrieval": config(index, keys=8), "stop": ()}
     together = rajax.generate(model, texts, **settings)
     for row, text in enumerate(texts):
         assert rajax.generate(model, text, **settings).tokens[0] == together.tokens[row]
 
 
-def test_a_sequence_that_stops_leaves_the_others_alone():
+@pytest.mark.parametrize("index", ["scann", "wave"])
+def test_a_sequence_that_stops_leaves_the_others_alone(index):
     model, texts = random_llama(7), random_tokens(7, 40, 50)
-    settings = {"max_new_tokens": 24, "retrieval": config()}
+    settings = {"max_new_tokens": 24, "retrieval": config(index)}
     free = rajax.generate(model, texts, stop=(), **settings)
     early = next(t for t in free.tokens[0] if t not in free.tokens[1])
     stopped = rajax.generate(model, texts, stop=[early], **settings)
@@ -181,34 +201,37 @@ def test_a_failure_on_the_host_reaches_the_caller_as_it_is(where, monkeypatch):
     assert rajax.generate(model, text, **settings).tokens == good.tokens
 
 
-def test_a_closed_stream_ends_its_request():
+@pytest.mark.parametrize("index", ["scann", "wave"])
+def test_a_closed_stream_ends_its_request(index):
     model, (text,) = random_llama(11), random_tokens(11, 60)
-    answer = rajax.stream(model, text, max_new_tokens=40, retrieval=config(), stop=())
+    answer = rajax.stream(model, text, max_new_tokens=40, retrieval=config(index), stop=())
     first = [next(answer), next(answer)]
-    assert len(store_module._stores) == 1
+    assert len(handles._requests) == 1
     answer.close()
-    assert store_module._stores == {}
-    whole = rajax.generate(model, text, max_new_tokens=2, retrieval=config(), stop=())
+    assert handles._requests == {}
+    whole = rajax.generate(model, text, max_new_tokens=2, retrieval=config(index), stop=())
     assert whole.tokens[0] == first
 
 
-def test_an_interrupt_while_decoding_ends_the_request():
+@pytest.mark.parametrize("index", ["scann", "wave"])
+def test_an_interrupt_while_decoding_ends_the_request(index):
     model, (text,) = random_llama(12), random_tokens(12, 60)
 
     def interrupt(sequence: int, token: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt) as kept:
-        rajax.generate(model, text, max_new_tokens=40, retrieval=config(), on_token=interrupt)
+        rajax.generate(model, text, max_new_tokens=40, retrieval=config(index), on_token=interrupt)
     # Even while the traceback lives, as in a debugger.
-    assert store_module._stores == {}
+    assert handles._requests == {}
     del kept
 
 
-def test_two_requests_at_once_do_not_meet():
+@pytest.mark.parametrize("index", ["scann", "wave"])
+def test_two_requests_at_once_do_not_meet(index):
     """One compiled step serves both; each finds its own store."""
     model, texts = random_llama(13), random_tokens(13, 60, 75)
-    settings = {"max_new_tokens": 10, "retrieval": config(top_k=8), "stop": ()}
+    settings = {"max_new_tokens": 10, "retrieval": config(index, keys=8), "stop": ()}
     alone = [rajax.generate(model, t, **settings).tokens[0] for t in texts]
     streams = [rajax.stream(model, t, **settings) for t in texts]
     mixed = [[next(s) for s in streams] for _ in range(10)]
@@ -343,9 +366,9 @@ def test_recall_counts_what_an_exact_search_would_find():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"index": "faiss"}, "index must be one of exact, scann; found 'faiss'"),
+        ({"index": "faiss"}, "index must be one of exact, scann, wave; found 'faiss'"),
         ({"top_k": 0}, "top_k must be an integer of at least 1, found 0"),
-        ({"index": ["scann"]}, "index must be one of exact, scann; found"),
+        ({"index": ["scann"]}, "index must be one of exact, scann, wave; found"),
         ({"leaves_searched": "a"}, "leaves_searched must be from 0 to 1, or None; found 'a'"),
         ({"top_k": 2.5}, "top_k must be an integer"),
         ({"sink_tokens": -1}, "sink_tokens must be an integer of at least 0, found -1"),
@@ -363,6 +386,15 @@ def test_recall_counts_what_an_exact_search_would_find():
         ({"projection": None}, "projection must be true or false, found None"),
         ({"exact_below": -1}, "exact_below must be an integer of at least 0, found -1"),
         ({"recall_steps": -1}, "recall_steps must be an integer of at least 0, found -1"),
+        ({"index": "wave", "top_k": 5}, "top_k means nothing to index='wave': leave it at 256"),
+        ({"index": "wave", "summary": False}, "summary means nothing to index='wave': leave it at True"),
+        ({"block_cache": 0.1}, "block_cache means nothing to index='scann': leave it at 0.05"),
+        ({"index": "wave", "block_cache": 1.5}, "block_cache must be from 0 to 1; found 1.5"),
+        ({"index": "wave", "retrieved_share": 0}, "retrieved_share must be above 0 and at most 1, or None; found 0"),
+        ({"index": "wave", "top_p": None}, "top_p must be from 0 to 1; found None"),
+        ({"index": "wave", "update_every": 0}, "update_every must be an integer of at least 1, found 0"),
+        ({"index": "wave", "min_clusters": 50}, "min_clusters is 50, more than max_clusters, 40"),
+        ({"index": "wave", "rank_by": "luck"}, "rank_by must be one of spread, estimate, bound; found 'luck'"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):
@@ -392,7 +424,7 @@ def test_the_decode_step_lowers_for_cuda_with_the_kernel_between_submit_and_coll
     (graph, treedef), leaves = _split(model)
     zeros = (jnp.zeros(slots),) * layers
     log_counts = (jnp.zeros((2, 2, slots[2] - zone.size)),) * layers
-    cache = DeviceCache(zeros, zeros, log_counts, jnp.array([60, 7], jnp.int32))
+    cache = DeviceCache(zeros, zeros, log_counts, jnp.array([60, 7], jnp.int32), jnp.zeros(2, jnp.int32))
     rope = Rope(jnp.ones((2, 8)), jnp.ones(2))
 
     def step(leaves, cache, tokens, active, rope):
@@ -409,9 +441,10 @@ def test_the_decode_step_lowers_for_cuda_with_the_kernel_between_submit_and_coll
 def test_a_longer_answer_does_not_compile_again():
     model, (text,) = random_llama(15), random_tokens(15, 60)
     rajax.generate(model, text, max_new_tokens=3, retrieval=config(), stop=())
-    before = _decode_step._cache_size()
-    rajax.generate(model, random_tokens(16, 90)[0], max_new_tokens=40, retrieval=config(top_k=5), stop=())
-    assert _decode_step._cache_size() == before
+    before = _decode_step.cache_info().currsize
+    rajax.generate(model, random_tokens(16, 90)[0], max_new_tokens=40, retrieval=config(keys=5), stop=())
+    assert _decode_step.cache_info().currsize == before
+    assert _decode_step(_split(model)[0], Zone(3, 9), CallbackHostPath)._cache_size() == 1
 
 
 def test_no_array_of_the_prefill_is_as_large_as_the_prompt_squared():

@@ -1,0 +1,410 @@
+"""RetroInfer's wave buffer, as the host sees it (arXiv 2505.02922, section 4.3): clusters in blocks, and who is cached.
+
+One `WaveStore` belongs to one request. It has all offloaded keys and values, ordered by cluster, and the mapping table of
+the device's block cache. Nothing here may touch JAX: `fetch` runs inside host callbacks, where that can deadlock.
+
+Letters: `L` layers, `B` batch, `K` key/value heads, `G` query heads per key/value head, `S` keys, `C` clusters,
+`R` clusters wanted at most, `M` blocks of the cache, `P` blocks of a transfer, `H` head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from rajax.handles import register, unregister
+from rajax.head import check_keys
+
+
+@dataclasses.dataclass
+class WaveCounters:
+    """Sums over decode steps, layers and heads.
+
+    Attributes:
+      offloaded: offloaded keys in clusters, per query head.
+      ranked: clusters that were ranked, per query head.
+      attended: keys attended to exactly, in the cache or fetched, per query head.
+      wanted: clusters retrieved, per key/value head.
+      hits: those of them that were in the block cache.
+      evictions: clusters that had to leave the cache.
+      transfers: transfers of fetched blocks to the device; at most one per layer and step, unless more are missing than
+        one holds.
+      bytes_moved: bytes of those transfers, unused places included.
+      bytes_wanted: bytes of the blocks of all clusters retrieved: what would have moved without a cache.
+    """
+
+    offloaded: int = 0
+    ranked: int = 0
+    attended: int = 0
+    wanted: int = 0
+    hits: int = 0
+    evictions: int = 0
+    transfers: int = 0
+    bytes_moved: int = 0
+    bytes_wanted: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class NewClusters:
+    """Clusters that were formed of keys taken in: what the device needs of them, arrays [K, c, ...].
+
+    `sizes` is 0 past a head's last. `popular`, [K, c] int32, has their numbers by falling importance.
+    """
+
+    means: np.ndarray
+    mean_values: np.ndarray
+    sizes: np.ndarray
+    spreads: np.ndarray
+    radii: np.ndarray
+    starts: np.ndarray
+    popular: np.ndarray
+
+
+class Blocks:
+    """The offloaded keys and values of one layer and sequence, all heads, ordered by cluster."""
+
+    def __init__(self, kv_heads: int, capacity: int, head_dim: int, dtype: np.dtype, block_keys: int):
+        # A block is read as so many rows from its start on, which may reach past the last key. Zeros cost no memory
+        # before they are written to.
+        self.keys = np.zeros((kv_heads, capacity + block_keys, head_dim), dtype)
+        self.values = np.zeros_like(self.keys)
+        self.key_windows, self.value_windows = (_windows(a, block_keys) for a in (self.keys, self.values))
+        """[K, row, block_keys, H]: the rows from each row on."""
+        self.block_keys = block_keys
+        self.count = 0
+
+    def add(
+        self,
+        keys: np.ndarray,
+        values: np.ndarray,
+        labels: np.ndarray,
+        root: np.ndarray,
+        importance: np.ndarray | None,
+    ) -> NewClusters:
+        """Takes keys and values [K, S, H] in, and cuts their clusters into blocks.
+
+        Args:
+          keys: in the order of their positions.
+          values: likewise.
+          labels: [K, S] integers.
+          root: [K, H, H], the coordinates in which `spreads` are measured.
+          importance: [K, S], what `popular` goes by; None for the order of the clusters.
+
+        Raises:
+          FloatingPointError: keys that no search can order.
+        """
+        heads, count, width = keys.shape
+        layouts = [_layout(labels[k], self.block_keys) for k in range(heads)]
+        most = max(len(sizes) for _, sizes in layouts)
+        new = NewClusters(
+            means=np.zeros((heads, most, width), np.float32),
+            mean_values=np.zeros((heads, most, width), np.float32),
+            sizes=np.zeros((heads, most), np.int32),
+            spreads=np.zeros((heads, most), np.float32),
+            radii=np.zeros((heads, most), np.float32),
+            starts=np.zeros((heads, most), np.int32),
+            popular=np.tile(np.arange(most, dtype=np.int32), (heads, 1)),
+        )
+        for k, (order, sizes) in enumerate(layouts):
+            n, starts = len(sizes), np.cumsum(sizes) - sizes
+            here = slice(self.count, self.count + count)
+            self.keys[k, here], self.values[k, here] = keys[k][order], values[k][order]
+            ordered = self.keys[k, here].astype(np.float32)
+            check_keys(ordered)
+            new.sizes[k, :n], new.starts[k, :n] = sizes, self.count + starts
+            new.means[k, :n] = np.add.reduceat(ordered, starts) / sizes[:, None]
+            new.mean_values[k, :n] = (
+                np.add.reduceat(self.values[k, here], starts, dtype=np.float32) / sizes[:, None]
+            )
+            apart = ordered - np.repeat(new.means[k, :n], sizes, axis=0)
+            new.radii[k, :n] = np.sqrt(np.maximum.reduceat(_squares(apart), starts))
+            new.spreads[k, :n] = np.sqrt(np.add.reduceat(_squares(apart @ root[k]), starts) / sizes)
+            if importance is not None:
+                shares = np.zeros(most, np.float32)
+                shares[:n] = np.add.reduceat(importance[k][order], starts)
+                new.popular[k] = np.argsort(-shares, kind="stable")
+        self.count += count
+        return new
+
+
+def _windows(a: np.ndarray, length: int) -> np.ndarray:
+    """A view [K, n, length, H] of [K, S, H] whose row i has the rows i, i + 1, ..."""
+    shape = a.shape[0], a.shape[1] - length + 1, length, a.shape[2]
+    strides = a.strides[0], a.strides[1], a.strides[1], a.strides[2]
+    return np.lib.stride_tricks.as_strided(a, shape, strides, writeable=False)
+
+
+def _layout(labels: np.ndarray, block_keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """How keys with `labels` [S] are ordered, [S], and the sizes of the clusters that this order is cut into."""
+    order = np.argsort(labels, kind="stable")
+    counts = np.bincount(labels)
+    counts = counts[counts > 0]
+    pieces = -(-counts // block_keys)
+    # Pieces of as equal a size as can be: the first `longer` have one key more than the others.
+    shortest, longer = counts // pieces, counts % pieces
+    number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    return order, np.repeat(shortest, pieces) + (number < np.repeat(longer, pieces))
+
+
+def _squares(rows: np.ndarray) -> np.ndarray:
+    return np.einsum("sh,sh->s", rows, rows)
+
+
+class WaveStore:
+    """The host memory of one request.
+
+    Args:
+      layers, kv_heads, groups, head_dim: the model's.
+      dtype: of keys and values.
+      capacities: per sequence, the most keys that it will ever offload.
+      block_keys: keys of a block.
+      cache_blocks: M, blocks of the device's cache per head.
+      transfers: P, the blocks of the transfers that a step may ask for, the largest last.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        groups: int,
+        head_dim: int,
+        dtype: np.dtype,
+        capacities: Sequence[int],
+        block_keys: int,
+        cache_blocks: int,
+        transfers: Sequence[int],
+    ):
+        self.blocks = [
+            [Blocks(kv_heads, capacity, head_dim, dtype, block_keys) for capacity in capacities]
+            for _ in range(layers)
+        ]
+        """By layer and sequence."""
+        self.kv_heads, self.groups, self.block_keys = kv_heads, groups, block_keys
+        self.block_bytes = 2 * block_keys * head_dim * dtype.itemsize
+        self.counters = WaveCounters()
+        rows = len(capacities) * kv_heads
+        # The rows of these are sequences and heads: row = sequence * K + head.
+        self.held = np.full((layers, rows, cache_blocks), -1, np.int32)
+        """The cluster in each block of the cache, [L, B * K, M]; -1 for none."""
+        self.used = np.full((layers, rows, cache_blocks), -1, np.int64)
+        """The step in which it was last wanted."""
+        self.place = np.zeros((layers, rows, 0), np.int32)
+        """The mapping table: the block of the cache that each cluster is in, [L, B * K, C]; -1 for none."""
+        self.sizes = np.zeros((layers, rows, 0), np.int32)
+        self.starts = np.zeros((layers, rows, 0), np.int32)
+        self.transfers = transfers
+        self._step = 0
+        self._builders = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="rajax-build")
+        self._failure: BaseException | None = None
+        self.handle = register(self)
+
+    # --- taking keys in
+
+    def put(self, layer: int, sequence: int, *arrays: np.ndarray | None) -> Future[NewClusters]:
+        """Has a background thread take keys in; the arguments are those of `Blocks.add`."""
+        return self._builders.submit(self.blocks[layer][sequence].add, *arrays)
+
+    def make_room(self, clusters: int) -> None:
+        """Gives the mapping table its size C, with no cluster in it."""
+        shape = *self.held.shape[:2], clusters
+        self.place = np.full(shape, -1, np.int32)
+        self.sizes, self.starts = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+
+    def adopt(self, layer: int, sequence: int, first: int, new: NewClusters) -> None:
+        """From now on `new` are the clusters `first`, `first + 1`, ... of a layer and sequence."""
+        rows, columns = self._rows(sequence), slice(first, first + new.sizes.shape[1])
+        self.sizes[layer, rows, columns], self.starts[layer, rows, columns] = new.sizes, new.starts
+
+    def fill_cache(
+        self, layer: int, sequence: int, new: NewClusters
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Puts the most popular of a prompt's clusters into the cache.
+
+        Returns:
+          The blocks' keys and values [K, M, block_keys, H], and their sizes [K, M].
+        """
+        blocks, rows = self.blocks[layer][sequence], self._rows(sequence)
+        slots = self.held.shape[2]
+        shape = self.kv_heads, slots, self.block_keys, blocks.keys.shape[2]
+        keys, values = np.zeros(shape, blocks.keys.dtype), np.zeros(shape, blocks.keys.dtype)
+        sizes = np.zeros((self.kv_heads, slots), np.int32)
+        for k, row in enumerate(range(rows.start, rows.stop)):
+            real = new.popular[k][new.sizes[k][new.popular[k]] > 0][:slots]
+            n = len(real)
+            keys[k, :n] = blocks.key_windows[k][new.starts[k][real]]
+            values[k, :n] = blocks.value_windows[k][new.starts[k][real]]
+            sizes[k, :n] = new.sizes[k][real]
+            self.held[layer, row, :n] = real
+            # The least popular leaves first.
+            self.used[layer, row, :n] = -1 - np.arange(n)
+            self.place[layer, row, real] = np.arange(n)
+        return keys, values, sizes
+
+    def _rows(self, sequence: int) -> slice:
+        return slice(sequence * self.kv_heads, (sequence + 1) * self.kv_heads)
+
+    # --- decode, called from inside a jitted step
+
+    def fetch(
+        self,
+        layer: int,
+        first: int,
+        ids: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        rows: np.ndarray,
+        sizes: np.ndarray,
+    ) -> None:
+        """Reads the blocks of wanted clusters that are not in the cache, all heads together.
+
+        Args:
+          layer: the layer.
+          first: how many of the missing ones earlier transfers of this step had.
+          ids: [B * K, R] int32, the clusters wanted; -1 for none.
+          keys: [P, block_keys, H], where to write; what comes after the last block is zero.
+          values: likewise.
+          rows: [P] int32, where to write each block's row (sequence * K + head).
+          sizes: [P] int32, where to write its size, 0 for no block.
+        """
+        places = self.place[layer][np.arange(len(ids))[:, None], ids]
+        # Every row's most wanted come first.
+        column, row = np.nonzero(((ids >= 0) & (places < 0)).T)
+        row, column = row[first : first + len(sizes)], column[first : first + len(sizes)]
+        cluster = ids[row, column]
+        n, starts = len(row), self.starts[layer][row, cluster]
+        sequences, heads = row // self.kv_heads, row % self.kv_heads
+        for sequence, blocks in enumerate(self.blocks[layer]):
+            here = np.flatnonzero(sequences == sequence)
+            if len(here):
+                keys[here] = blocks.key_windows[heads[here], starts[here]]
+                values[here] = blocks.value_windows[heads[here], starts[here]]
+        rows[:n], sizes[:n] = row, self.sizes[layer][row, cluster]
+        for a in (keys, values, rows, sizes):
+            a[n:] = 0
+
+    def fail(self, failure: BaseException) -> None:
+        """Keeps the first exception of a step: thrown through XLA it would lose its type."""
+        self._failure = self._failure or failure
+
+    def raise_failure(self) -> None:
+        """Raises what `fail` kept, as it was."""
+        if self._failure is not None:
+            raise self._failure
+
+    # --- after a step
+
+    def after_step(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Counts the step, and decides which of the fetched clusters take whose place in the cache (LRU).
+
+        Args:
+          ids: [L, B, K, R] int32, the clusters that the step wanted; -1 for none.
+
+        Returns:
+          Three arrays [L, P] int32, one entry per block of the step's first transfer of each layer: the block of the cache
+          that it goes to, counted through all rows; the cluster that comes, likewise; the one that leaves. What lies past
+          the last one means none.
+        """
+        layers, rows, slots = self.held.shape
+        ids = ids.reshape(layers, rows, -1)
+        now, self._step = self._step, self._step + 1
+        wanted = ids >= 0
+        each = np.arange(layers)[:, None, None], np.arange(rows)[None, :, None]
+        places = np.where(wanted, self.place[*each, ids], -1)
+        self._count(ids, wanted, places)
+        layer, row, column = np.nonzero(places >= 0)
+        self.used[layer, row, places[layer, row, column]] = now
+
+        clusters, most = self.place.shape[2], self.transfers[-1]
+        to = np.full((layers, most), rows * slots, np.int32)
+        come, go = (np.full((layers, most), rows * clusters, np.int32) for _ in range(2))
+        layer, column, row = np.nonzero((wanted & (places < 0)).transpose(0, 2, 1))
+        cluster = ids[layer, row, column]
+        missing = np.bincount(layer, minlength=layers)
+        self._count_transfers(missing)
+        # What the first transfer of a layer brought is still there.
+        number = np.arange(len(layer)) - (np.cumsum(missing) - missing)[layer]
+        layer, row, cluster, number = (a[number < most] for a in (layer, row, cluster, number))
+        if not slots or not len(row):
+            return to, come, go
+        # The n-th that comes to a row takes the n-th oldest place there, unless this very step wants that one.
+        head = layer * rows + row
+        order = np.argsort(head, kind="stable")
+        ordered = head[order]
+        nth = np.empty(len(head), np.int64)
+        nth[order] = np.arange(len(head)) - np.searchsorted(ordered, ordered)
+        oldest = np.argsort(self.used, axis=2, kind="stable")
+        place = oldest[layer, row, np.minimum(nth, slots - 1)]
+        fits = (nth < slots) & (self.used[layer, row, place] < now)
+        layer, row, number, cluster, place = (a[fits] for a in (layer, row, number, cluster, place))
+        leaving = self.held[layer, row, place]
+        to[layer, number], come[layer, number] = row * slots + place, row * clusters + cluster
+        left = leaving >= 0
+        go[layer[left], number[left]] = (row * clusters + leaving)[left]
+        self.place[layer[left], row[left], leaving[left]] = -1
+        self.held[layer, row, place], self.used[layer, row, place] = cluster, now
+        self.place[layer, row, cluster] = place
+        self.counters.evictions += int(left.sum())
+        return to, come, go
+
+    def _count_transfers(self, missing: np.ndarray) -> None:
+        """Counts how `missing` [L] blocks of each layer crossed."""
+        sizes = np.array(self.transfers)
+        blocks = sizes[np.minimum(np.searchsorted(sizes, missing), len(sizes) - 1)]
+        rounds = -(-missing // blocks)
+        self.counters.transfers += int(rounds.sum())
+        self.counters.bytes_moved += int((rounds * blocks).sum()) * self.block_bytes
+
+    def _count(self, ids: np.ndarray, wanted: np.ndarray, places: np.ndarray) -> None:
+        """Counts a step that wanted `ids` [L, B * K, R], which were at `places` in the cache."""
+        c = self.counters
+        active = wanted.any(axis=(0, 2))
+        layer, row, column = np.nonzero(wanted & (places < 0))
+        fetched = int(self.sizes[layer, row, ids[layer, row, column]].sum())
+        layer, row, slot = np.nonzero((self.held >= 0) & active[:, None])
+        cached = int(self.sizes[layer, row, self.held[layer, row, slot]].sum())
+        c.offloaded += self.groups * int(self.sizes[:, active].sum())
+        c.ranked += self.groups * int((self.sizes[:, active] > 0).sum())
+        c.attended += self.groups * (cached + fetched)
+        c.wanted += int(wanted.sum())
+        c.hits += int((places >= 0).sum())
+        c.bytes_wanted += int(wanted.sum()) * self.block_bytes
+
+    # --- afterwards
+
+    def statistics(self) -> dict[str, float | None]:
+        """The fields of `generation.Statistics` that the host knows."""
+        c = self.counters
+        return {
+            "host_kv_bytes": self.kv_bytes,
+            "index_bytes": self.index_bytes,
+            "keys_offloaded": c.offloaded,
+            "keys_scanned": c.ranked,
+            "keys_scored": c.attended,
+            "keys_retrieved": c.attended,
+            "cache_hit_ratio": c.hits / c.wanted if c.wanted else None,
+            "bytes_moved": c.bytes_moved,
+            "evictions": c.evictions,
+        }
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the keys and values held now."""
+        row = self.block_bytes // self.block_keys
+        return sum(row * self.kv_heads * blocks.count for layer in self.blocks for blocks in layer)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the tables besides."""
+        return sum(a.nbytes for a in (self.held, self.used, self.place, self.sizes, self.starts))
+
+    def close(self) -> None:
+        """Ends the threads and forgets the keys. No step may be running."""
+        unregister(self.handle)
+        self._builders.shutdown(cancel_futures=True)
+        self.blocks = []
+

@@ -67,8 +67,8 @@ class Zone:
     def log_weights(self, lengths: jax.Array, starts: jax.Array) -> jax.Array:
         """[B, S] float32: 0 where a slot holds a key that the next token sees, -inf where it does not.
 
-        After lengths [B] tokens that is every slot filled so far, except the one that the token will take, since the key
-        in it leaves the zone, and except those, sinks aside, whose position lies before starts [B].
+        After lengths [B] tokens that is every slot filled so far, except the one that the token will take, since
+        the key in it leaves the zone, and except those, sinks aside, whose position lies before starts [B].
         """
         slots = jnp.arange(self.size)
         seen = (slots < lengths[:, None]) & (slots != self.slot(lengths)[:, None])

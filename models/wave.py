@@ -1,13 +1,13 @@
 """RetroInfer's wave index, as the device sees it (arXiv 2505.02922, section 4.2).
 
-Letters: `B` batch, `K` key/value heads, `G` query heads per key/value head, `S` keys, `Q` sampled queries, `C` clusters,
-`R` clusters retrieved at most, `M` blocks of the cache, `H` head dim.
+Letters: `B` batch, `K` key/value heads, `G` query heads per key/value head, `S` keys, `Q` sampled queries, `C`
+clusters, `R` clusters retrieved at most, `M` blocks of the cache, `H` head dim.
 
 The offloaded keys of a head are in clusters of at most `BLOCK_KEYS`. The device has each cluster's mean key, mean value
-and size; the host has the keys and values, ordered by cluster, so that a cluster is one block. At every step the clusters
-are ranked by the share of attention that their means promise. **Retrieved** clusters, the first of that order, are
-attended to exactly, and so is everything in the block cache; **all** others are estimated from their means. None is
-dropped.
+and size; the host has the keys and values, ordered by cluster, so that a cluster is one block. At every step the
+clusters are ranked by the share of attention that their means promise. **Retrieved** clusters, the first of that
+order, are attended to exactly, and so is everything in the block cache; **all** others are estimated from their
+means. None is dropped.
 
 exp is convex, so n * exp(q.C) is a lower bound of the sum of exp(q.k) over a cluster of n keys with mean C. With r the
 largest distance of a key from the mean, n * exp(q.C + |q| r) is an upper one.
@@ -16,6 +16,7 @@ largest distance of a key from the mean, n * exp(q.C + |q| r) is an upper one.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,8 @@ CHUNK = 512
 """Keys that are compared with all centers at a time: the scores then stay in a CPU's cache."""
 
 IMPORTANCE_FLOOR = 0.1
-"""A key that no sampled query wanted counts this much in k-means, beside 1 for the square root of the mean importance."""
+"""A key that no sampled query wanted counts this much in k-means, beside 1 for the square root of the mean
+importance."""
 
 
 @jax.tree_util.register_dataclass
@@ -53,8 +55,8 @@ class Clusters:
       means: [B, K, C, H], mean keys; zero for an empty cluster.
       mean_values: [B, K, C, H], likewise.
       log_counts: [B, K, C] float32, log of the number of keys; -inf for an empty cluster.
-      spreads: [B, K, C] float32, the root mean square by which the scores of the cluster's keys differ from that of their
-        mean, for queries like the prompt's.
+      spreads: [B, K, C] float32, the root mean square by which the scores of the cluster's keys differ from that
+        of their mean, for queries like the prompt's.
       radii: [B, K, C] float32, the largest distance of a key from the mean.
       cached: [B, K, C] bool, whether the cluster is in the block cache.
     """
@@ -85,6 +87,26 @@ class BlockCache:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class WholeHead:
+    """A key/value head that no clusters can stand for: all its offloaded keys and values, on the device.
+
+    Attributes:
+      layer: int32 scalar, whose layer's; -1 where the place is free.
+      heads: [B] int32, which head of each sequence.
+      keys: [B, S, H], in no order.
+      values: [B, S, H].
+      counts: [B] int32, keys of each sequence.
+    """
+
+    layer: jax.Array
+    heads: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    counts: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Selection:
     """What one step wants of one layer.
 
@@ -104,9 +126,9 @@ class SelectionRule:
     """How many clusters a step retrieves, and by what order.
 
     Attributes:
-      rank_by: "spread" ranks by the estimated share of attention times the cluster's spread, which is how far the estimate
-        may be off, and estimates with `second_order`; "estimate" ranks by the share alone, RetroInfer's rule with the
-        sizes counted; "bound" by the upper bound.
+      rank_by: "spread" ranks by the estimated share of attention times the cluster's spread, which is how far
+        the estimate may be off, and estimates with `second_order`; "estimate" ranks by the share alone,
+        RetroInfer's rule with the sizes counted; "bound" by the upper bound.
       share: of a head's clusters, retrieved by every step (RetroInfer: 0.018). None: as `top_p` tells.
       top_p: as few clusters as leave a share of 1 - top_p of the rank's sum to the others.
       least, most: bounds on the number of clusters of a head and step.
@@ -130,12 +152,13 @@ def log_mass_bounds(queries: jax.Array, clusters: Clusters) -> tuple[jax.Array, 
     return lower, lower + lengths[..., None] * clusters.radii[:, :, None]
 
 
-def second_order(spreads: jax.Array) -> jax.Array:
+def second_order(spreads: Any) -> Any:
     """What spreads [...] add to the logarithm of a cluster's estimated mass.
 
-    Were the scores of a cluster's keys normally distributed, the logarithm of the mean of their exponentials would exceed
-    their mean by half their variance. Real clusters with a large variance have a few keys apart, so it is damped there: on
-    SmolLM2 this takes a quarter off the error of the attention output, and without damping it multiplies it.
+    Were the scores of a cluster's keys normally distributed, the logarithm of the mean of their exponentials
+    would exceed their mean by half their variance. Real clusters with a large variance have a few keys apart, so
+    it is damped there: on SmolLM2 this takes a quarter off the error of the attention output, and without
+    damping it multiplies it.
     """
     variance = spreads**2
     return 0.5 * variance / (1 + variance / 4)
@@ -144,7 +167,8 @@ def second_order(spreads: jax.Array) -> jax.Array:
 def select(queries: jax.Array, clusters: Clusters, active: jax.Array, rule: SelectionRule) -> Selection:
     """Ranks the clusters for queries [B, K, G, H] and estimates those that are not retrieved.
 
-    Sequences that are not `active`, [B] bool, retrieve nothing, and what is estimated for them is of no meaning. A cluster serves all query heads of its key/value head, whose shares are summed.
+    Sequences that are not `active`, [B] bool, retrieve nothing, and what is estimated for them is of no meaning.
+    A cluster serves all query heads of its key/value head, whose shares are summed.
     """
     barrier = jax.lax.optimization_barrier  # without, XLA on CPU computes the exponentials anew for every use
     lower, upper = log_mass_bounds(queries, clusters)
@@ -236,6 +260,25 @@ def attend_cache(queries: jax.Array, cache: BlockCache) -> Partial:
     )
 
 
+def attend_whole(queries: jax.Array, whole: WholeHead) -> Partial:
+    """The partial of queries [B, K, G, H] over a head that is kept whole; no keys for the other heads."""
+    mine = whole.heads[:, None] == jnp.arange(queries.shape[1])
+    chosen = jnp.einsum("bk,bkgh->bgh", mine.astype(queries.dtype), queries, precision="highest")
+    inside = jnp.arange(whole.keys.shape[1]) < whole.counts[:, None]
+    part = partial_attention(
+        chosen[:, None].astype(whole.keys.dtype),
+        whole.keys[:, None],
+        whole.values[:, None],
+        jnp.where(inside, 0.0, -jnp.inf)[:, None],
+    )
+    numerator, denominator, top = map(jnp.asarray, (part.numerator, part.denominator, part.max))
+    return Partial(
+        jnp.where(mine[..., None, None], numerator, 0),
+        jnp.where(mine[..., None], denominator, 0),
+        jnp.where(mine[..., None], top, -jnp.inf),
+    )
+
+
 # --- clustering
 
 
@@ -270,9 +313,10 @@ def importance(queries: jax.Array, keys: jax.Array, limits: jax.Array) -> jax.Ar
 def shaped_labels(keys: jax.Array, count: jax.Array, root: jax.Array, importance: jax.Array) -> jax.Array:
     """The cluster [K, S] int32 of each of the first `count` keys, by k-means as the prompt's queries see the keys.
 
-    Distances are measured after a product with `root` [K, H, H], the square root of the queries' second moment: then they
-    are differences of scores (see `models.summary`). A key weighs as the square root of its `importance` [K, S] tells, so
-    that clusters are fine where attention is. What is called a cluster here is still to be cut into blocks, by the host.
+    Distances are measured after a product with `root` [K, H, H], the square root of the queries' second moment:
+    then they are differences of scores (see `models.summary`). A key weighs as the square root of its
+    `importance` [K, S] tells, so that clusters are fine where attention is. What is called a cluster here is
+    still to be cut into blocks, by the host.
 
     Args:
       keys: [K, S, H]; S is a multiple of the number of segments. Past `count` they may hold anything finite.
@@ -323,7 +367,8 @@ def _k_means(points, weights, most_centers, keys_per_center, iterations, spheric
     """The center [S] int32 of each point [S, H]."""
     held = (weights > 0).sum()
     allowed = jnp.arange(most_centers) < -(-held // keys_per_center)
-    # The first centers are points at equal distances of accumulated weight, none of them so heavy that it is taken twice.
+    # The first centers are points at equal distances of accumulated weight, none of them so heavy that it is
+    # taken twice.
     limit = jnp.maximum(weights.sum() / jnp.maximum(allowed.sum(), 1), jnp.finfo(jnp.float32).tiny)
     reached = jnp.cumsum(jnp.minimum(weights, limit))
     targets = (jnp.arange(most_centers) + 0.5) * reached[-1] / jnp.maximum(allowed.sum(), 1)

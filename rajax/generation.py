@@ -43,8 +43,8 @@ class Statistics:
       host_kv_bytes: keys and values in host memory, at the end.
       index_bytes: what the indexes hold in host memory besides, at the end.
       keys_offloaded: offloaded keys, summed over steps, layers and query heads.
-      keys_scanned: those of them that a search looked at (for ScaNN: the share of leaves searched); for index="wave" the
-        clusters that were ranked.
+      keys_scanned: those of them that a search looked at (for ScaNN: the share of leaves searched); for
+        index="wave" the clusters that were ranked.
       keys_scored: those of them whose score was computed exactly.
       keys_retrieved: those of them that attention used.
       top_k, leaves_searched, routes: what the heads searched with, mean over layers and key/value heads; where the

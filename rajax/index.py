@@ -163,8 +163,8 @@ def _scann_or_exact(keys: np.ndarray, exact_below: int, root: np.ndarray | None)
 
 
 Build = Callable[[np.ndarray, int, np.ndarray | None], Index]
-"""Builds an index of keys [S, H] float32. The other arguments are the number of keys below which a kind may scan them all,
-and the root of the queries' second moment [H, H], or None, for kinds that can use it."""
+"""Builds an index of keys [S, H] float32. The other arguments are the number of keys below which a kind may scan
+them all, and the root of the queries' second moment [H, H], or None, for kinds that can use it."""
 
 INDEXES: dict[str, Build | None] = {
     "exact": lambda keys, exact_below, root: ExactIndex(keys),

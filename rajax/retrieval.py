@@ -20,6 +20,7 @@ OF_WAVES = (
     "max_clusters",
     "rank_by",
     "block_cache",
+    "whole_heads",
     "update_every",
 )
 """Settings that mean something only there."""
@@ -39,17 +40,22 @@ class RetrievalConfig:
         root mean square over queries: each head then takes as few keys, and as short a search, as reach it on
         queries of the prompt that were held out. None keeps top_k, and so does a prompt that offloads nothing to
         learn from.
-      retrieved_share: with "wave", the share of a head's clusters that every step retrieves; RetroInfer (arXiv 2505.02922)
-        takes 0.018. None, the default, lets each head and step choose by `top_p`.
+      retrieved_share: with "wave", the share of a head's clusters that every step retrieves; RetroInfer (arXiv
+        2505.02922) takes 0.018. None, the default, lets each head and step choose by `top_p`.
       top_p: with "wave", each head and step retrieves as few clusters as leave a share of 1 - top_p of the estimated
-        mass, weighed as `rank_by` says, to the others, within the bounds `min_clusters` and `max_clusters`. On SmolLM2 one
-        number for all heads does as well as freer bounds: attention that is spread thin gains little by more clusters.
+        mass, weighed as `rank_by` says, to the others, within the bounds `min_clusters` and `max_clusters`. On
+        SmolLM2 one number for all heads does as well as freer bounds: attention that is spread thin gains little
+        by more clusters.
       min_clusters, max_clusters: those bounds, per KV head. A cluster has at most 16 keys, 12 on average.
-      rank_by: with "wave", what makes a cluster worth retrieving: "estimate", its estimated mass, sizes counted; "spread",
-        that times how far the scores of its keys differ, which finds a little more; "bound", the upper bound of its
-        mass, which is too loose to be of use (`benchmarks/accuracy.py`).
+      rank_by: with "wave", what makes a cluster worth retrieving: "estimate", its estimated mass, sizes counted;
+        "spread", that times how far the scores of its keys differ, which finds a little more; "bound", the upper
+        bound of its mass, which is too loose to be of use (`benchmarks/accuracy.py`).
       block_cache: with "wave", the size of the device's cache of hot clusters, as a share of the KV; 0.05 as in
         RetroInfer, section 4.3.
+      whole_heads: with "wave", the share of all KV heads that stay on the device whole: those for which the
+        clusters' estimates are worst on held-out queries of the prompt, one of a layer at most. Heads that copy
+        text attend to single keys among many alike, and no cluster tells which; two of SmolLM2's 90 make two
+        thirds of the divergence from dense.
       update_every: with "wave", tokens of an answer that stay on the device beyond the window until they are clustered
         together. RetroInfer takes 1,024; fewer take less device memory.
       sink_tokens: first tokens that stay on the device; 128 as in RetrievalAttention, section 4.1.
@@ -79,6 +85,7 @@ class RetrievalConfig:
     max_clusters: int = 40
     rank_by: str = "spread"
     block_cache: float = 0.05
+    whole_heads: float = 0.03
     update_every: int = 256
     sink_tokens: int = 128
     window: int = 512
@@ -120,6 +127,7 @@ class RetrievalConfig:
             ("retrieved_share", (0,), "above 0 and at most 1, or None"),
             ("top_p", (), "from 0 to 1"),
             ("block_cache", (), "from 0 to 1"),
+            ("whole_heads", (), "from 0 to 1"),
         ):
             value = getattr(self, name)
             if value is None and allowed.endswith("None"):
@@ -128,7 +136,9 @@ class RetrievalConfig:
             if not number or not 0 <= value <= 1 or value in excluded:
                 raise ValueError(f"{name} must be {allowed}; found {value!r}")
         if self.min_clusters > self.max_clusters:
-            raise ValueError(f"min_clusters is {self.min_clusters}, more than max_clusters, {self.max_clusters}")
+            raise ValueError(
+                f"min_clusters is {self.min_clusters}, more than max_clusters, {self.max_clusters}"
+            )
         if self.rank_by not in RANKS:
             raise ValueError(f"rank_by must be one of {', '.join(RANKS)}; found {self.rank_by!r}")
         for name in ("projection", "summary"):
@@ -145,4 +155,6 @@ def _check_belongs(config: RetrievalConfig) -> None:
     others = OF_SEARCHES if INDEXES[config.index] is None else OF_WAVES
     for field in dataclasses.fields(config):
         if field.name in others and getattr(config, field.name) != field.default:
-            raise ValueError(f"{field.name} means nothing to index={config.index!r}: leave it at {field.default!r}")
+            raise ValueError(
+                f"{field.name} means nothing to index={config.index!r}: leave it at {field.default!r}"
+            )

@@ -29,6 +29,7 @@ from rajax.shapes import BLOCK, bucket
 OnPrefill = Callable[[int, int], None]
 """Called with (layers done, layers in all) as the prompts of a batch go through the model."""
 
+
 class Session:
     """The state of a batch between tokens.
 
@@ -175,12 +176,14 @@ class Session:
         held = sum(a.nbytes for a in (*cache.keys, *cache.values, *cache.log_counts))
         return held + (self.offload.state_bytes if self.offload is not None else 0)
 
+    def wait(self) -> None:
+        """Waits for what the last step left running."""
+        jax.block_until_ready((self._cache, self.offload and self.offload.state))
+
     def close(self) -> None:
         """Frees the host's memory and threads, after any step that still runs."""
-        if self._cache is not None:
-            jax.block_until_ready(self._cache)
+        self.wait()
         if self.offload is not None:
-            jax.block_until_ready(self.offload.state)
             self.offload.store.close()
 
 
@@ -268,7 +271,8 @@ def _logits(static, leaves, x):
 
 @functools.cache
 def _decode_step(static, zone, path):
-    """The jitted step of a module; static arguments of `jax.jit` would be hashed at every step, which takes milliseconds.
+    """The jitted step of a module; static arguments of `jax.jit` would be hashed at every step, which takes
+    milliseconds.
 
     The step returns logits, the new token's keys and values, and what the host path has for the session to act on.
     """

@@ -7,8 +7,8 @@ after a step, and how a growing text's keys become clusters.
 The window is longer here than the settings say: its oldest keys stay, exact, until `update_every` of them can be
 clustered at once (RetroInfer, section 4.2).
 
-Letters: `L` layers, `B` batch, `K` key/value heads, `S` key positions, `C` clusters, `M` blocks of the cache, `P` blocks of
-a transfer, `H` head dim.
+Letters: `L` layers, `B` batch, `K` key/value heads, `S` key positions, `C` clusters, `M` blocks of the cache,
+`P` blocks of a transfer, `H` head dim.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rajax.models import DeviceCache, LlamaConfig, Zone
+from rajax.models.lesson import HELD_OUT
 from rajax.models.summary import Summary, no_clusters, root_of, second_moment
 from rajax.models.wave import (
     BLOCK_KEYS,
@@ -32,14 +33,16 @@ from rajax.models.wave import (
     BlockCache,
     Clusters,
     SelectionRule,
+    WholeHead,
     importance,
+    second_order,
     shaped_labels,
     spherical_labels,
 )
 from rajax.retrieval import RetrievalConfig
 from rajax.shapes import bucket
 from rajax.wave_path import WavePath, WaveState, transfer_sizes
-from rajax.wave_store import NewClusters, WaveStore
+from rajax.wave_store import Exam, NewClusters, WaveStore
 
 GRANULE = 64
 """Numbers of clusters, and of slots of the window, are rounded up to a multiple of this, for fewer compilations."""
@@ -85,10 +88,13 @@ class Wave:
             cache_blocks=cache_blocks,
             transfers=transfer_sizes(rows),
         )
+        self.whole_heads = min(self.layers, round(retrieval.whole_heads * self.layers * self.kv_heads))
+        """Places for heads that are kept whole."""
         self._unit_clusters = _most_clusters(self.unit)
         self._grown_clusters = units * self._unit_clusters
         self._roots: list[list[jax.Array]] = [
-            [jnp.broadcast_to(jnp.eye(self.head_dim), (self.kv_heads, self.head_dim, self.head_dim))] * len(lengths)
+            [jnp.broadcast_to(jnp.eye(self.head_dim), (self.kv_heads, self.head_dim, self.head_dim))]
+            * len(lengths)
             for _ in range(self.layers)
         ]
         """The coordinates in which each layer and sequence is clustered, [K, H, H]."""
@@ -118,16 +124,24 @@ class Wave:
         first = self.zone.sinks
         count = int(self.starts[sequence]) - first
         if count:
-            labels, root, shares = _learn(
+            labels, root, shares, exam, log_seen = _learn(
                 keys, queries, positions, count, sinks=first, shaped=self.retrieval.projection
             )
             self._roots[layer][sequence] = root
             k, v = (np.asarray(a)[0, :, first : first + count] for a in (keys, values))
             labels, shares = (np.asarray(a)[:, :count] for a in (labels, shares))
             self._forming[layer, sequence] = self.store.put(
-                layer, sequence, k, v, labels, np.asarray(root), shares
+                layer, sequence, k, v, labels, np.asarray(root), shares, self._exam(exam, log_seen)
             )
         return no_clusters(self.kv_heads, self.head_dim, keys.dtype)
+
+    def _exam(self, queries: jax.Array, log_seen: jax.Array) -> Exam | None:
+        if not self.whole_heads:
+            return None
+        return Exam(np.asarray(queries), np.asarray(log_seen), self.retrieval.max_clusters, self._corrections)
+
+    def _corrections(self, spreads: np.ndarray) -> np.ndarray:
+        return second_order(spreads) if self.retrieval.rank_by == "spread" else np.zeros_like(spreads)
 
     def finish_prefill(self) -> None:
         formed = {which: future.result() for which, future in self._forming.items()}
@@ -145,9 +159,42 @@ class Wave:
             least=min(self.retrieval.min_clusters, most),
             most=most,
         )
+        whole = self._keep_whole(formed)
         layers = [self._layer(layer, formed, clusters) for layer in range(self.layers)]
         self._columns = [in_prompts] * len(self._columns)
-        self.state = WaveState(tuple(c for c, _ in layers), tuple(b for _, b in layers), rule)
+        self.state = WaveState(tuple(c for c, _ in layers), tuple(b for _, b in layers), whole, rule)
+
+    def _keep_whole(self, formed: dict[tuple[int, int], NewClusters]) -> tuple[WholeHead, ...]:
+        """Puts the heads whose clusters misjudge the most on the device, one of a layer and sequence at most."""
+        batch = len(self.starts)
+        worst = np.zeros(self.layers)
+        for (layer, _), new in formed.items():
+            worst[layer] += new.misjudged.max() ** 2
+        length = bucket(max(1, int(self.starts.max()) - self.zone.sinks))
+        places = []
+        for layer in np.argsort(-worst, kind="stable")[: self.whole_heads].tolist():
+            heads, counts = np.zeros(batch, np.int32), np.zeros(batch, np.int32)
+            keys, values = (np.zeros((batch, length, self.head_dim), self.dtype) for _ in range(2))
+            for sequence in range(batch):
+                if (new := formed.get((layer, sequence))) is None or not worst[layer]:
+                    continue
+                blocks, k = self.store.blocks[layer][sequence], int(new.misjudged.argmax())
+                n = heads[sequence], counts[sequence] = k, blocks.count
+                keys[sequence, : n[1]], values[sequence, : n[1]] = (
+                    blocks.keys[k, : n[1]],
+                    blocks.values[k, : n[1]],
+                )
+                self.store.whole[layer, sequence * self.kv_heads + k] = blocks.count
+            places.append(
+                WholeHead(
+                    jnp.int32(layer),
+                    jnp.asarray(heads),
+                    jnp.asarray(keys),
+                    jnp.asarray(values),
+                    jnp.asarray(counts),
+                )
+            )
+        return tuple(places)
 
     def _layer(
         self, layer: int, formed: dict[tuple[int, int], NewClusters], clusters: int
@@ -165,7 +212,8 @@ class Wave:
             self.store.adopt(layer, sequence, 0, new)
             n = new.sizes.shape[1]
             means[sequence, :, :n], mean_values[sequence, :, :n] = new.means, new.mean_values
-            sizes[sequence, :, :n], radii[sequence, :, :n] = new.sizes, new.radii
+            radii[sequence, :, :n] = new.radii
+            sizes[sequence] = self.store.sizes[layer].reshape(*heads, clusters)[sequence]
             spreads[sequence, :, :n] = new.spreads
             cached_keys[sequence], cached_values[sequence], counts[sequence] = self.store.fill_cache(
                 layer, sequence, new
@@ -224,7 +272,7 @@ class Wave:
                 shaped=self.retrieval.projection,
             )
             arrays = (np.asarray(a) for a in (keys, values, labels, root))
-            updates.append(self.store.put(layer, sequence, *arrays, None))
+            updates.append(self.store.put(layer, sequence, *arrays, None, None))
             return cache
         del self._updates[sequence]
         first = self._columns[sequence]
@@ -262,25 +310,36 @@ def _padded(new: NewClusters, clusters: int) -> tuple[np.ndarray, ...]:
 
 @functools.partial(jax.jit, static_argnames=("sinks", "shaped"))
 def _learn(keys, queries, positions, count, *, sinks, shaped):
-    """What a prompt's layer teaches, keys [1, K, S, H]: labels [K, S], root [K, H, H], and the keys' importance [K, S]."""
+    """What a prompt's layer teaches, of keys [1, K, S, H].
+
+    Returns labels [K, S], root [K, H, H] and the keys' importance [K, S]; the queries held out, [K, G, E, H], and the
+    logarithm of the mass that those give to the keys that are not offloaded, [K, G, E].
+    """
+    queries = queries[0].astype(jnp.float32)
+    heads, groups, _, width = queries.shape
+    exam, exam_positions = queries[:, :, -HELD_OUT:], positions[-HELD_OUT:]
+    scores = jnp.einsum("kgeh,ksh->kges", exam, keys[0].astype(jnp.float32), precision="highest")
+    at = jnp.arange(keys.shape[2])
+    static = ((at < sinks) | (at >= sinks + count)) & (at <= exam_positions[:, None])
+    log_seen = jax.nn.logsumexp(jnp.where(static, scores, -jnp.inf), axis=-1)
+
     keys = keys[0, :, sinks:].astype(jnp.float32)
-    _, heads, groups, _, width = queries.shape
-    queries = queries[0].astype(jnp.float32).reshape(heads, -1, width)
-    limits = jnp.tile(jnp.clip(positions + 1 - sinks, 0, count), groups)
-    shares = importance(queries, keys, limits)
-    moment = second_moment(queries) / queries.shape[1]
+    sampled = queries[:, :, :-HELD_OUT].reshape(heads, -1, width)
+    limits = jnp.tile(jnp.clip(positions[:-HELD_OUT] + 1 - sinks, 0, count), groups)
+    shares = importance(sampled, keys, limits)
+    moment = second_moment(sampled) / sampled.shape[1]
     root = root_of(moment)
     # So scaled that lengths after a product with it are differences of scores.
     scale = jnp.trace(moment, axis1=1, axis2=2) / (root**2).sum((1, 2))
     root = root * jnp.sqrt(scale)[:, None, None]
-    if not shaped:
-        return spherical_labels(keys, count), root, shares
-    return shaped_labels(keys, count, root, shares), root, shares
+    labels = shaped_labels(keys, count, root, shares) if shaped else spherical_labels(keys, count)
+    return labels, root, shares, exam, log_seen
 
 
 @functools.partial(jax.jit, static_argnames=("zone", "unit", "shaped"))
 def _cluster_window(keys, values, root, sequence, start, *, zone, unit, shaped):
-    """The `unit` keys and values [K, unit, H] from position `start` on, out of the window, and their labels [K, unit]."""
+    """The `unit` keys and values [K, unit, H] from position `start` on, out of the window, and their labels [K,
+    unit]."""
     slots = zone.slot(start + jnp.arange(unit))
     keys, values = (a[sequence][:, slots] for a in (keys, values))
     if shaped:
@@ -300,11 +359,13 @@ def _exchange(state, fetched, to, come, go):
             return flat.at[to[i]].set(new, mode="drop").reshape(a.shape)
 
         caches.append(
-            BlockCache(put(cache.keys, new.keys), put(cache.values, new.values), put(cache.counts, new.counts))
+            BlockCache(
+                put(cache.keys, new.keys), put(cache.values, new.values), put(cache.counts, new.counts)
+            )
         )
         cached = layer.cached.reshape(-1).at[go[i]].set(False, mode="drop").at[come[i]].set(True, mode="drop")
         clusters.append(dataclasses.replace(layer, cached=cached.reshape(layer.cached.shape)))
-    return WaveState(tuple(clusters), tuple(caches), state.rule)
+    return dataclasses.replace(state, clusters=tuple(clusters), cache=tuple(caches))
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))
@@ -312,7 +373,9 @@ def _add_clusters(state, new, sequence, first):
     """The state with clusters `first`, ... of a sequence replaced in every layer; arrays [L, K, c, ...]."""
 
     def put(a, n):
-        return jax.lax.dynamic_update_slice(a, n[None].astype(a.dtype), (sequence, 0, first, *(0,) * (a.ndim - 3)))
+        return jax.lax.dynamic_update_slice(
+            a, n[None].astype(a.dtype), (sequence, 0, first, *(0,) * (a.ndim - 3))
+        )
 
     layers = []
     for i, layer in enumerate(state.clusters):

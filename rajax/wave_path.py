@@ -24,8 +24,10 @@ from rajax.models.wave import (
     Clusters,
     Selection,
     SelectionRule,
+    WholeHead,
     attend_blocks,
     attend_cache,
+    attend_whole,
     select,
 )
 
@@ -33,10 +35,11 @@ from rajax.models.wave import (
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WaveState:
-    """What the device holds of the wave index, per layer, and the rule by which a step retrieves."""
+    """What the device holds of the wave index, per layer, a few heads whole, and the rule by which a step retrieves."""
 
     clusters: tuple[Clusters, ...]
     cache: tuple[BlockCache, ...]
+    whole: tuple[WholeHead, ...]
     rule: SelectionRule = dataclasses.field(metadata={"static": True})
 
 
@@ -95,7 +98,9 @@ class WavePath:
             head = jnp.stack([self.handle, jnp.int32(layer), first])
             with jax.named_scope("fetch"):
                 # One argument: each costs as much as a small search.
-                moved = _fetch(jnp.concatenate([head, selection.ids.reshape(-1)]), most, rows, head_dim, dtype)
+                moved = _fetch(
+                    jnp.concatenate([head, selection.ids.reshape(-1)]), most, rows, head_dim, dtype
+                )
             with jax.named_scope("attend_fetched"):
                 part = attend_blocks(queries, *moved)
             keys, values, _, counts = moved
@@ -104,7 +109,9 @@ class WavePath:
         def in_one(most: int) -> tuple[Partial, Fetched]:
             part, moved = transfer(most, jnp.int32(0))
             # All branches of a switch return the same shapes.
-            return part, jax.tree.map(lambda a: jnp.pad(a, ((0, largest - most), *((0, 0),) * (a.ndim - 1))), moved)
+            return part, jax.tree.map(
+                lambda a: jnp.pad(a, ((0, largest - most), *((0, 0),) * (a.ndim - 1))), moved
+            )
 
         def in_several() -> tuple[Partial, Fetched]:
             part, moved = transfer(largest, jnp.int32(0))
@@ -121,17 +128,25 @@ class WavePath:
             return _no_keys(queries), Fetched(blocks, blocks, jnp.zeros(largest, jnp.int32))
 
         which = sum((selection.missing > limit).astype(jnp.int32) for limit in (0, *sizes))
-        branches = not_at_all, *(functools.partial(in_one, most) for most in sizes), in_several
-        part, moved = jax.lax.switch(which, branches)
+        transfers = not_at_all, *(functools.partial(in_one, most) for most in sizes), in_several
+        part, moved = jax.lax.switch(which, transfers)
         self.fetched.append(moved)
         parts = [selection.estimated, part]
         if cache.keys.shape[2]:
             with jax.named_scope("attend_cache"):
                 parts.append(attend_cache(queries, cache))
+        if self.state.whole:
+            # Which layers have such a head differs from prompt to prompt, and must not be compiled in.
+            here = sum((w.layer == layer) * (i + 1) for i, w in enumerate(self.state.whole))
+            branches = [functools.partial(_no_keys, queries)]
+            branches += [functools.partial(attend_whole, queries, w) for w in self.state.whole]
+            with jax.named_scope("attend_whole"):
+                parts.append(jax.lax.switch(jnp.asarray(here, jnp.int32), branches))
         return merge(*parts)
 
     def outcome(self) -> tuple[Sequence[Fetched], jax.Array]:
-        """What every layer fetched, and the clusters wanted, those in the cache included: [L, B, K, R] int32, -1 for none."""
+        """What every layer fetched, and the clusters wanted, those in the cache included: [L, B, K, R] int32,
+        -1 for none."""
         return self.fetched, jnp.stack([selection.ids for _, selection in self.wanted])
 
 

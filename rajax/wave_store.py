@@ -1,7 +1,8 @@
 """RetroInfer's wave buffer, as the host sees it (arXiv 2505.02922, section 4.3): clusters in blocks, and who is cached.
 
-One `WaveStore` belongs to one request. It has all offloaded keys and values, ordered by cluster, and the mapping table of
-the device's block cache. Nothing here may touch JAX: `fetch` runs inside host callbacks, where that can deadlock.
+One `WaveStore` belongs to one request. It has all offloaded keys and values, ordered by cluster, and the mapping
+table of the device's block cache. Nothing here may touch JAX: `fetch` runs inside host callbacks, where that can
+deadlock.
 
 Letters: `L` layers, `B` batch, `K` key/value heads, `G` query heads per key/value head, `S` keys, `C` clusters,
 `R` clusters wanted at most, `M` blocks of the cache, `P` blocks of a transfer, `H` head dim.
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +29,7 @@ class WaveCounters:
     Attributes:
       offloaded: offloaded keys in clusters, per query head.
       ranked: clusters that were ranked, per query head.
-      attended: keys attended to exactly, in the cache or fetched, per query head.
+      attended: keys attended to exactly, in the cache, fetched or kept whole, per query head.
       wanted: clusters retrieved, per key/value head.
       hits: those of them that were in the block cache.
       evictions: clusters that had to leave the cache.
@@ -53,6 +55,7 @@ class NewClusters:
     """Clusters that were formed of keys taken in: what the device needs of them, arrays [K, c, ...].
 
     `sizes` is 0 past a head's last. `popular`, [K, c] int32, has their numbers by falling importance.
+    `misjudged` [K] tells how wrong their estimates are; see `Exam`.
     """
 
     means: np.ndarray
@@ -62,6 +65,48 @@ class NewClusters:
     radii: np.ndarray
     starts: np.ndarray
     popular: np.ndarray
+    misjudged: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Exam:
+    """Queries of the prompt that were held out, to tell for which heads the clusters do not do.
+
+    Attributes:
+      queries: [K, G, E, H] float32, scaled, E of them per query head; all see all offloaded keys.
+      log_seen: [K, G, E], the logarithm of the attention mass of what is not offloaded.
+      retrieved: clusters that a step retrieves.
+      corrections: [C] -> [C], what the device adds to the logarithm of an estimate for a spread.
+    """
+
+    queries: np.ndarray
+    log_seen: np.ndarray
+    retrieved: int
+    corrections: Callable[[np.ndarray], np.ndarray]
+
+    def misjudged(
+        self, k: int, keys: np.ndarray, sizes: np.ndarray, means: np.ndarray, spreads: np.ndarray
+    ) -> float:
+        """The share of attention that estimates put in the wrong place, root mean square over the queries of head k.
+
+        The clusters are those of keys [S, H], in order.
+        """
+        groups, number, width = self.queries[k].shape
+        queries = self.queries[k].reshape(-1, width)
+        scores = queries @ keys.T
+        estimates = queries @ means.T + np.log(sizes) + self.corrections(spreads)
+        top = np.maximum(np.maximum(scores.max(1), estimates.max(1)), self.log_seen[k].ravel())[:, None]
+        mass = np.add.reduceat(np.exp(scores - top), np.cumsum(sizes) - sizes, axis=1)
+        estimates = np.exp(estimates - top)
+        seen = np.exp(self.log_seen[k].ravel() - top[:, 0])
+        rank = (estimates / (seen + estimates.sum(1))[:, None]).reshape(groups, number, -1).sum(0) * spreads
+        if self.retrieved < rank.shape[1]:
+            limit = np.partition(rank, -self.retrieved - 1, axis=1)[:, -self.retrieved - 1 : -self.retrieved]
+            left = np.tile(rank <= limit, (groups, 1))
+        else:
+            left = np.zeros(estimates.shape, bool)
+        wrong = (np.abs(mass - estimates) * left).sum(1) / (seen + mass.sum(1))
+        return float(np.sqrt((wrong**2).mean()))
 
 
 class Blocks:
@@ -84,6 +129,7 @@ class Blocks:
         labels: np.ndarray,
         root: np.ndarray,
         importance: np.ndarray | None,
+        exam: Exam | None,
     ) -> NewClusters:
         """Takes keys and values [K, S, H] in, and cuts their clusters into blocks.
 
@@ -93,6 +139,7 @@ class Blocks:
           labels: [K, S] integers.
           root: [K, H, H], the coordinates in which `spreads` are measured.
           importance: [K, S], what `popular` goes by; None for the order of the clusters.
+          exam: what `misjudged` goes by; None leaves it at 0.
 
         Raises:
           FloatingPointError: keys that no search can order.
@@ -108,6 +155,7 @@ class Blocks:
             radii=np.zeros((heads, most), np.float32),
             starts=np.zeros((heads, most), np.int32),
             popular=np.tile(np.arange(most, dtype=np.int32), (heads, 1)),
+            misjudged=np.zeros(heads, np.float32),
         )
         for k, (order, sizes) in enumerate(layouts):
             n, starts = len(sizes), np.cumsum(sizes) - sizes
@@ -123,6 +171,8 @@ class Blocks:
             apart = ordered - np.repeat(new.means[k, :n], sizes, axis=0)
             new.radii[k, :n] = np.sqrt(np.maximum.reduceat(_squares(apart), starts))
             new.spreads[k, :n] = np.sqrt(np.add.reduceat(_squares(apart @ root[k]), starts) / sizes)
+            if exam is not None:
+                new.misjudged[k] = exam.misjudged(k, ordered, sizes, new.means[k, :n], new.spreads[k, :n])
             if importance is not None:
                 shares = np.zeros(most, np.float32)
                 shares[:n] = np.add.reduceat(importance[k][order], starts)
@@ -195,6 +245,8 @@ class WaveStore:
         """The step in which it was last wanted."""
         self.place = np.zeros((layers, rows, 0), np.int32)
         """The mapping table: the block of the cache that each cluster is in, [L, B * K, C]; -1 for none."""
+        self.whole = np.zeros((layers, rows), np.int32)
+        """Keys of each head that the device keeps whole; 0 for the others."""
         self.sizes = np.zeros((layers, rows, 0), np.int32)
         self.starts = np.zeros((layers, rows, 0), np.int32)
         self.transfers = transfers
@@ -205,9 +257,9 @@ class WaveStore:
 
     # --- taking keys in
 
-    def put(self, layer: int, sequence: int, *arrays: np.ndarray | None) -> Future[NewClusters]:
+    def put(self, layer: int, sequence: int, *arguments: Any) -> Future[NewClusters]:
         """Has a background thread take keys in; the arguments are those of `Blocks.add`."""
-        return self._builders.submit(self.blocks[layer][sequence].add, *arrays)
+        return self._builders.submit(self.blocks[layer][sequence].add, *arguments)
 
     def make_room(self, clusters: int) -> None:
         """Gives the mapping table its size C, with no cluster in it."""
@@ -216,9 +268,14 @@ class WaveStore:
         self.sizes, self.starts = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
 
     def adopt(self, layer: int, sequence: int, first: int, new: NewClusters) -> None:
-        """From now on `new` are the clusters `first`, `first + 1`, ... of a layer and sequence."""
+        """From now on `new` are the clusters `first`, `first + 1`, ... of a layer and sequence.
+
+        A prompt's, which begin at 0, do not count for heads that are kept whole.
+        """
         rows, columns = self._rows(sequence), slice(first, first + new.sizes.shape[1])
-        self.sizes[layer, rows, columns], self.starts[layer, rows, columns] = new.sizes, new.starts
+        kept = self.whole[layer, rows, None] > 0 if first == 0 else False
+        self.sizes[layer, rows, columns] = np.where(kept, 0, new.sizes)
+        self.starts[layer, rows, columns] = new.starts
 
     def fill_cache(
         self, layer: int, sequence: int, new: NewClusters
@@ -234,6 +291,8 @@ class WaveStore:
         keys, values = np.zeros(shape, blocks.keys.dtype), np.zeros(shape, blocks.keys.dtype)
         sizes = np.zeros((self.kv_heads, slots), np.int32)
         for k, row in enumerate(range(rows.start, rows.stop)):
+            if self.whole[layer, row]:
+                continue
             real = new.popular[k][new.sizes[k][new.popular[k]] > 0][:slots]
             n = len(real)
             keys[k, :n] = blocks.key_windows[k][new.starts[k][real]]
@@ -305,9 +364,9 @@ class WaveStore:
           ids: [L, B, K, R] int32, the clusters that the step wanted; -1 for none.
 
         Returns:
-          Three arrays [L, P] int32, one entry per block of the step's first transfer of each layer: the block of the cache
-          that it goes to, counted through all rows; the cluster that comes, likewise; the one that leaves. What lies past
-          the last one means none.
+          Three arrays [L, P] int32, one entry per block of the step's first transfer of each layer: the block of
+          the cache that it goes to, counted through all rows; the cluster that comes, likewise; the one that
+          leaves. What lies past the last one means none.
         """
         layers, rows, slots = self.held.shape
         ids = ids.reshape(layers, rows, -1)
@@ -362,14 +421,15 @@ class WaveStore:
     def _count(self, ids: np.ndarray, wanted: np.ndarray, places: np.ndarray) -> None:
         """Counts a step that wanted `ids` [L, B * K, R], which were at `places` in the cache."""
         c = self.counters
-        active = wanted.any(axis=(0, 2))
+        active = np.repeat(wanted.any(axis=(0, 2)).reshape(-1, self.kv_heads).any(1), self.kv_heads)
         layer, row, column = np.nonzero(wanted & (places < 0))
         fetched = int(self.sizes[layer, row, ids[layer, row, column]].sum())
         layer, row, slot = np.nonzero((self.held >= 0) & active[:, None])
         cached = int(self.sizes[layer, row, self.held[layer, row, slot]].sum())
-        c.offloaded += self.groups * int(self.sizes[:, active].sum())
+        whole = int(self.whole[:, active].sum())
+        c.offloaded += self.groups * (int(self.sizes[:, active].sum()) + whole)
         c.ranked += self.groups * int((self.sizes[:, active] > 0).sum())
-        c.attended += self.groups * (cached + fetched)
+        c.attended += self.groups * (cached + fetched + whole)
         c.wanted += int(wanted.sum())
         c.hits += int((places >= 0).sum())
         c.bytes_wanted += int(wanted.sum()) * self.block_bytes
@@ -407,4 +467,3 @@ class WaveStore:
         unregister(self.handle)
         self._builders.shutdown(cancel_futures=True)
         self.blocks = []
-

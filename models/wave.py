@@ -357,7 +357,7 @@ def _labels(
     weights = jnp.pad(weights, ((0, 0), (0, number * size - length))).reshape(-1, size)
     centers = -(-size // keys_per_center)
     labels = jax.lax.map(
-        lambda a: _k_means(*a, centers, keys_per_center, iterations, spherical), (points, weights)
+        lambda a: _k_means(a[0], a[1], centers, keys_per_center, iterations, spherical), (points, weights)
     )
     labels = labels.reshape(heads, number, size) + centers * jnp.arange(number)[:, None]
     return labels.reshape(heads, -1)[:, :length]

@@ -123,7 +123,9 @@ def generate(
     dense: Annotated[
         bool, typer.Option("--dense", help="Dense attention: all keys stay on the device.")
     ] = False,
-    index: Annotated[str, typer.Option(help="The index over offloaded keys: scann or exact.")] = "scann",
+    index: Annotated[
+        str, typer.Option(help="The index over offloaded keys: scann, exact or wave.")
+    ] = "scann",
     retrieve: Annotated[int, typer.Option(help="Offloaded keys that each query attends to.", min=1)] = 256,
     target_error: Annotated[
         float | None,
@@ -238,6 +240,9 @@ def summary(statistics: Statistics, prompt: int) -> str:
             f"{100 * s.keys_scored / s.keys_offloaded:.1f} % of offloaded keys scored, "
             f"{100 * s.keys_retrieved / s.keys_offloaded:.1f} % retrieved"
         )
+    if s.cache_hit_ratio is not None:
+        per_token = format_bytes(round((s.bytes_moved or 0) / max(1, s.decode_steps)))
+        parts.append(f"{100 * s.cache_hit_ratio:.0f} % of clusters in the cache, {per_token} moved per token")
     return " | ".join(parts)
 
 

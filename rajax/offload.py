@@ -6,7 +6,7 @@ Letters: `B` batch, `K` key/value heads, `G` query heads per key/value head, `S`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -53,7 +53,7 @@ class Offload(Protocol):
     zone: Zone
     starts: np.ndarray
     store: Any
-    path: Callable[[jax.Array, Any], Any]
+    path: Any
     state: Any
 
     @property

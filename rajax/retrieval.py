@@ -86,7 +86,7 @@ class RetrievalConfig:
     rank_by: str = "spread"
     block_cache: float = 0.05
     whole_heads: float = 0.03
-    update_every: int = 256
+    update_every: int = 128
     sink_tokens: int = 128
     window: int = 512
     leaves_searched: float | None = None

@@ -30,8 +30,8 @@ from rajax.store import HostStore, Learned
 class Searched:
     """One request's offloaded keys, found by an index over them; see `offload.Offload`."""
 
-    path = CallbackHostPath
-    state = ()
+    path: Any = CallbackHostPath
+    state: Any = ()
     state_bytes = 0
 
     def __init__(

@@ -152,10 +152,11 @@ class Session:
         if full := np.flatnonzero(active & (self._seen >= self._capacity)).tolist():
             raise ValueError(f"sequence {full[0]} is at its capacity of {self._capacity[full[0]]} tokens")
         self._seen += active
-        keys, host = self.offload, ()
+        keys = self.offload
+        path: Any = None
+        handle, state = np.int32(0), ()
         if keys is not None:
-            host = keys.path, np.int32(keys.store.handle), keys.state
-        path, handle, state = host or (None, np.int32(0), ())
+            path, handle, state = keys.path, np.int32(keys.store.handle), keys.state
         if self._step is None:
             self._step = _decode_step(self._static, self.zone, path)
         logits, new, outcome = self._step(

@@ -51,7 +51,7 @@ GRANULE = 64
 class Wave:
     """One request's offloaded keys, in clusters; see `offload.Offload`."""
 
-    path = WavePath
+    path: Any = WavePath
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Wave:
         """Per sequence that is being updated, the layers so far."""
         self._columns = [0] * len(lengths)
         """Where each sequence's next clusters go."""
-        self.state: WaveState | None = None
+        self.state: Any = None
 
     @property
     def state_bytes(self) -> int:
@@ -168,8 +168,8 @@ class Wave:
         """Puts the heads whose clusters misjudge the most on the device, one of a layer and sequence at most."""
         batch = len(self.starts)
         worst = np.zeros(self.layers)
-        for (layer, _), new in formed.items():
-            worst[layer] += new.misjudged.max() ** 2
+        for (layer, _), clusters in formed.items():
+            worst[layer] += clusters.misjudged.max() ** 2
         length = bucket(max(1, int(self.starts.max()) - self.zone.sinks))
         places = []
         for layer in np.argsort(-worst, kind="stable")[: self.whole_heads].tolist():
@@ -179,11 +179,9 @@ class Wave:
                 if (new := formed.get((layer, sequence))) is None or not worst[layer]:
                     continue
                 blocks, k = self.store.blocks[layer][sequence], int(new.misjudged.argmax())
-                n = heads[sequence], counts[sequence] = k, blocks.count
-                keys[sequence, : n[1]], values[sequence, : n[1]] = (
-                    blocks.keys[k, : n[1]],
-                    blocks.values[k, : n[1]],
-                )
+                n = blocks.count
+                heads[sequence], counts[sequence] = k, n
+                keys[sequence, :n], values[sequence, :n] = blocks.keys[k, :n], blocks.values[k, :n]
                 self.store.whole[layer, sequence * self.kv_heads + k] = blocks.count
             places.append(
                 WholeHead(
@@ -242,7 +240,12 @@ class Wave:
         fetched, ids = outcome
         where = self.store.after_step(np.asarray(ids))
         if self.store.held.shape[2]:
-            self.state = _exchange(self.state, fetched, *where)
+            cached = tuple(clusters.cached for clusters in self.state.clusters)
+            cached, blocks = _exchange(cached, self.state.cache, fetched, *where)
+            clusters = tuple(
+                dataclasses.replace(c, cached=new) for c, new in zip(self.state.clusters, cached, strict=True)
+            )
+            self.state = dataclasses.replace(self.state, clusters=clusters, cache=blocks)
         for sequence in np.flatnonzero(active).tolist():
             cache = self._grow(cache, sequence, int(lengths[sequence]))
         return cache
@@ -347,25 +350,24 @@ def _cluster_window(keys, values, root, sequence, start, *, zone, unit, shaped):
     return keys, values, spherical_labels(keys, jnp.int32(unit))
 
 
-@functools.partial(jax.jit, donate_argnames=("state",))
-def _exchange(state, fetched, to, come, go):
-    """The state after the blocks that each layer fetched took their places in the cache; see `WaveStore.after_step`."""
-    clusters, caches = [], []
-    for i, (layer, cache) in enumerate(zip(state.clusters, state.cache, strict=True)):
-        new = fetched[i]
+@functools.partial(jax.jit, donate_argnames=("cached", "cache"))
+def _exchange(cached, cache, fetched, to, come, go):
+    """Puts the blocks that each layer fetched into their places in the cache; see `WaveStore.after_step`.
+
+    Returns which clusters are cached, and the cache, both per layer.
+    """
+    marks, blocks = [], []
+    for i, (mark, old, new) in enumerate(zip(cached, cache, fetched, strict=True)):
 
         def put(a, new, i=i):
-            flat = a.reshape(-1, *a.shape[3:])
-            return flat.at[to[i]].set(new, mode="drop").reshape(a.shape)
+            return a.reshape(-1, *a.shape[3:]).at[to[i]].set(new, mode="drop").reshape(a.shape)
 
-        caches.append(
-            BlockCache(
-                put(cache.keys, new.keys), put(cache.values, new.values), put(cache.counts, new.counts)
-            )
+        blocks.append(
+            BlockCache(put(old.keys, new.keys), put(old.values, new.values), put(old.counts, new.counts))
         )
-        cached = layer.cached.reshape(-1).at[go[i]].set(False, mode="drop").at[come[i]].set(True, mode="drop")
-        clusters.append(dataclasses.replace(layer, cached=cached.reshape(layer.cached.shape)))
-    return dataclasses.replace(state, clusters=tuple(clusters), cache=tuple(caches))
+        flat = mark.reshape(-1).at[go[i]].set(False, mode="drop").at[come[i]].set(True, mode="drop")
+        marks.append(flat.reshape(mark.shape))
+    return tuple(marks), tuple(blocks)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))

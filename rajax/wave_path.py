@@ -128,7 +128,7 @@ class WavePath:
             return _no_keys(queries), Fetched(blocks, blocks, jnp.zeros(largest, jnp.int32))
 
         which = sum((selection.missing > limit).astype(jnp.int32) for limit in (0, *sizes))
-        transfers = not_at_all, *(functools.partial(in_one, most) for most in sizes), in_several
+        transfers: list[Any] = [not_at_all, *(functools.partial(in_one, most) for most in sizes), in_several]
         part, moved = jax.lax.switch(which, transfers)
         self.fetched.append(moved)
         parts = [selection.estimated, part]

@@ -28,18 +28,21 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_accuracy_writes_its_rows_and_its_picture(smollm2_path, tmp_path):
     text, rows, picture = tmp_path / "text.txt", tmp_path / "rows.json", tmp_path / "plot.png"
     text.write_text(prose(), encoding="utf-8")
-    chosen = ["exact 100", "exact 100 + summary", "whole + summary"]
+    chosen = ["exact 100", "exact 100 + summary", "whole + summary", "wave"]
     done = run(
         smollm2_path, "--text", text, "--contexts", 2048, "--steps", 16, "--settings", *chosen,
         "--json", rows, "--plot", picture,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    alone, summary, whole = json.loads(rows.read_text(encoding="utf-8"))
-    for row, name in zip((alone, summary, whole), chosen, strict=True):
+    alone, summary, whole, wave = json.loads(rows.read_text(encoding="utf-8"))
+    for row, name in zip((alone, summary, whole, wave), chosen, strict=True):
         assert set(row) >= KEYS
         assert (row["setting"], row["context"]) == (name, 2048)
         assert 0 < row["kl"] < 0.2
         assert 0 < row["device_kv_bytes"] < row["full_kv_bytes"]
+        if row is wave:
+            assert 0 < row["cache_hit_ratio"] < 1
+            continue
         assert row["rel_error"] == pytest.approx(sum(row["rel_error_per_layer"]) / 30)
     # An exact search finds all; the summary makes up for much of what is not retrieved.
     assert alone["recall_at_100"] == summary["recall_at_100"] == 1
@@ -55,3 +58,23 @@ def test_accuracy_refuses_a_text_that_is_too_short(smollm2_path, tmp_path):
     done = run(smollm2_path, "--text", text, "--contexts", 2048)
     assert done.returncode == 2
     assert f"{text} has 4 tokens; --contexts 2048 and --steps 128 need 2176" in done.stderr
+
+
+@pytest.mark.slow
+def test_buffer_shows_what_a_cache_saves(smollm2_path, tmp_path):
+    text, rows = tmp_path / "text.txt", tmp_path / "rows.json"
+    text.write_text(prose(), encoding="utf-8")
+    done = subprocess.run(
+        [
+            sys.executable, str(COMMAND.with_name("buffer.py")), str(smollm2_path), "--text", str(text),
+            "--context", "1500", "--steps", "16", "--caches", "0", "0.05", "0.2", "--json", str(rows),
+        ],
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    none, small, large = json.loads(rows.read_text(encoding="utf-8"))
+    assert none["hit_ratio"] == none["evictions_per_token"] == 0
+    assert 0 < small["hit_ratio"] < large["hit_ratio"] < 1
+    assert large["bytes_per_token"] < small["bytes_per_token"] < none["bytes_per_token"]
+    assert small["device_kv_bytes"] < large["device_kv_bytes"]
+    assert all(row["step_ms"] > 0 and row["dense_step_ms"] > 0 for row in (none, small, large))

@@ -415,6 +415,7 @@ def test_nothing_is_missing_while_the_tail_is_sealed(summary, monkeypatch):
         assert len(head.means) == CLUSTERS * len(set(sealed))
 
 
+@pytest.mark.slow
 def test_long_answers_do_not_drift():
     """With few keys retrieved, the error late in a long answer is that of a prompt of the same length."""
     model, (text,) = random_llama(21, num_hidden_layers=2), random_tokens(21, 3000)
@@ -426,6 +427,7 @@ def test_long_answers_do_not_drift():
     assert grown < 1.2 * fresh
 
 
+@pytest.mark.slow
 def test_two_sequences_seal_each_in_its_own_time():
     model, texts = random_llama(22, num_hidden_layers=2), random_tokens(22, 1500, 900)
     dense = [rajax.logits(model, text)[0] for text in texts]

@@ -91,11 +91,11 @@ class WholeHead:
     """A key/value head that no clusters can stand for: all its offloaded keys and values, on the device.
 
     Attributes:
-      layer: int32 scalar, whose layer's; -1 where the place is free.
+      layer: int32 scalar, whose layer's.
       heads: [B] int32, which head of each sequence.
       keys: [B, S, H], in no order.
       values: [B, S, H].
-      counts: [B] int32, keys of each sequence.
+      counts: [B] int32, keys of each sequence; 0 for one that has none whole here.
     """
 
     layer: jax.Array

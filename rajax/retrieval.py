@@ -57,7 +57,7 @@ class RetrievalConfig:
         text attend to single keys among many alike, and no cluster tells which; two of SmolLM2's 90 make two
         thirds of the divergence from dense.
       update_every: with "wave", tokens of an answer that stay on the device beyond the window until they are clustered
-        together. RetroInfer takes 1,024; fewer take less device memory.
+        together, at least two more than the model has layers. RetroInfer takes 1,024; fewer take less device memory.
       sink_tokens: first tokens that stay on the device; 128 as in RetrievalAttention, section 4.1.
       window: newest tokens that stay on the device; 512 as in RetrievalAttention, section 4.1.
       leaves_searched: share of ScaNN's partitions that a query searches, at most 1; 0 does without ScaNN, which

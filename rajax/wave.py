@@ -67,8 +67,8 @@ class Wave:
             config.num_key_value_heads,
             config.head_dim,
         )
-        self.unit = retrieval.update_every
-        # A layer a step is clustered, and meanwhile the text grows.
+        # A layer a step is clustered, and meanwhile the text grows by a token: it must not outrun the clustering.
+        self.unit = max(retrieval.update_every, self.layers + 2)
         room = self.unit + self.layers + 2
         new_tokens = max(c - n for n, c in zip(lengths, capacity, strict=True))
         self.zone = Zone(retrieval.sink_tokens, retrieval.window + min(_rounded(new_tokens), _rounded(room)))

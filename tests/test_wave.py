@@ -453,6 +453,7 @@ def settings(**changes: Any) -> rajax.RetrievalConfig:
         {"whole_heads": 0.0},
         {"whole_heads": 0.5},
         {"whole_heads": 1.0},
+        {"update_every": 1},
     ],
     ids=str,
 )

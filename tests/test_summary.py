@@ -219,7 +219,7 @@ def calibrated(monkeypatch):
 
 
 def filled(lesson, config: RetrievalConfig, summarized: bool = True) -> HostStore:
-    from rajax.session import _learned
+    from rajax.searched import _learned
 
     keys, values, learned, _ = lesson
     store = HostStore(config, layers=1, kv_heads=2, head_dim=16, capacities=[4000])
@@ -489,7 +489,7 @@ def test_by_routes_alone_a_long_answer_finds_its_own_keys(lesson):
 
 def test_a_target_error_with_few_keys_takes_them_all_where_it_must(lesson):
     keys, values, learned, _ = lesson
-    from rajax.session import _learned
+    from rajax.searched import _learned
 
     store = HostStore(settings(target_error=1e-6), layers=1, kv_heads=2, head_dim=16, capacities=[100])
     few = slice(3, 103)

@@ -319,7 +319,7 @@ def shaped_labels(keys: jax.Array, count: jax.Array, root: jax.Array, importance
     still to be cut into blocks, by the host.
 
     Args:
-      keys: [K, S, H]; S is a multiple of the number of segments. Past `count` they may hold anything finite.
+      keys: [K, S, H]. Past `count` they may hold anything finite.
       count: int32 scalar.
       root: as above.
       importance: as above.

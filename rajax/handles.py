@@ -11,18 +11,28 @@ _numbers = itertools.count(1)
 _lock = threading.Lock()
 
 
-def register(store: Any) -> int:
-    """Makes a request's store known; returns its handle."""
-    with _lock:
-        handle = next(_numbers)
-        _requests[handle] = store
-    return handle
+class Store:
+    """The host's part of a request: known by its handle until it is closed, and keeper of what fails in a callback."""
 
+    def __init__(self) -> None:
+        self._failure: BaseException | None = None
+        with _lock:
+            self.handle = next(_numbers)
+            _requests[self.handle] = self
 
-def unregister(handle: int) -> None:
-    """Forgets a request that has ended."""
-    with _lock:
-        _requests.pop(handle, None)
+    def fail(self, failure: BaseException) -> None:
+        """Keeps the first exception of a step: thrown through XLA it would lose its type."""
+        self._failure = self._failure or failure
+
+    def raise_failure(self) -> None:
+        """Raises what `fail` kept, as it was."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """Forgets the request."""
+        with _lock:
+            _requests.pop(self.handle, None)
 
 
 def by_handle(handle: int) -> Any | None:

@@ -20,31 +20,13 @@ from rajax.searched import Searched
 from rajax.wave import Wave
 
 
-class Store(Protocol):
-    """The host's part of a request."""
-
-    handle: int
-
-    def raise_failure(self) -> None:
-        """Raises what a host callback of the last step failed with, as it was."""
-        ...
-
-    def statistics(self) -> dict[str, Any]:
-        """The fields of `generation.Statistics` that the host knows."""
-        ...
-
-    def close(self) -> None:
-        """Ends the threads and forgets the keys."""
-        ...
-
-
 class Offload(Protocol):
     """One request's offloaded keys.
 
     Attributes:
       zone: the static zone.
       starts: [B] int32, `DeviceCache.starts` after the prefill.
-      store: the host's part.
+      store: the host's part, a `handles.Store` with `statistics()`, fields of `generation.Statistics`.
       path: what makes the host path of a step from the store's handle and `state`; compiled in.
       state: what a step reads on the device besides the `DeviceCache`.
       state_bytes: bytes of it.

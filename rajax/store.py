@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from rajax.budget import Exam, choose_budget, choose_projection
-from rajax.handles import register, unregister
+from rajax.handles import Store
 from rajax.head import Head, Search, Segment, check_keys
 from rajax.index import ExactIndex
 from rajax.kernels.partial import Partial, no_keys
@@ -78,7 +78,7 @@ class Sample:
     found: Search
 
 
-class HostStore:
+class HostStore(Store):
     """The host memory of one request.
 
     Args:
@@ -103,12 +103,11 @@ class HostStore:
         self._sealing: dict[int, list[list[Future[Segment]]]] = {}
         self._searches: dict[int, Future[Partial]] = {}
         self._tickets = itertools.count()
-        self._failure: BaseException | None = None
         self.samples: list[Sample] = []
         """The searches that were kept."""
         self.keep_samples = config.recall_steps * layers
         """How many of the next layers' searches are kept."""
-        self.handle = register(self)
+        super().__init__()
 
     # --- prefill
 
@@ -217,15 +216,6 @@ class HostStore:
         self.keep_samples -= 1
         return out
 
-    def fail(self, failure: BaseException) -> None:
-        """Keeps the first exception of a step: thrown through XLA it would lose its type."""
-        self._failure = self._failure or failure
-
-    def raise_failure(self) -> None:
-        """Raises what `fail` kept, as it was."""
-        if self._failure is not None:
-            raise self._failure
-
     # --- afterwards
 
     def recall(self) -> float | None:
@@ -278,7 +268,7 @@ class HostStore:
 
     def close(self) -> None:
         """Ends the threads and forgets the keys. No step may be running."""
-        unregister(self.handle)
+        super().close()
         self._builders.shutdown(cancel_futures=True)
         self._searcher.shutdown()
         self.heads, self.samples = [], []

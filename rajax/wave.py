@@ -182,7 +182,7 @@ class Wave:
                 n = blocks.count
                 heads[sequence], counts[sequence] = k, n
                 keys[sequence, :n], values[sequence, :n] = blocks.keys[k, :n], blocks.values[k, :n]
-                self.store.whole[layer, sequence * self.kv_heads + k] = blocks.count
+                self.store.whole[layer, sequence * self.kv_heads + k] = n
             places.append(
                 WholeHead(
                     jnp.int32(layer),
@@ -217,13 +217,11 @@ class Wave:
                 layer, sequence, new
             )
         cached = self.store.place[layer].reshape(*heads, clusters) >= 0
-        with np.errstate(divide="ignore"):
-            log_counts = np.log(sizes)
         return (
             Clusters(
                 means=jnp.asarray(means, self.dtype),
                 mean_values=jnp.asarray(mean_values, self.dtype),
-                log_counts=jnp.asarray(log_counts),
+                log_counts=jnp.asarray(_log(sizes)),
                 spreads=jnp.asarray(spreads),
                 radii=jnp.asarray(radii),
                 cached=jnp.asarray(cached),
@@ -306,9 +304,13 @@ def _padded(new: NewClusters, clusters: int) -> tuple[np.ndarray, ...]:
     def pad(a: np.ndarray) -> np.ndarray:
         return np.pad(a, ((0, 0), (0, clusters - a.shape[1]), *((0, 0),) * (a.ndim - 2)))
 
+    return pad(new.means), pad(new.mean_values), _log(pad(new.sizes)), pad(new.spreads), pad(new.radii)
+
+
+def _log(sizes: np.ndarray) -> np.ndarray:
+    """The logarithm of numbers of keys, float32; -inf for none."""
     with np.errstate(divide="ignore"):
-        log_counts = np.log(pad(new.sizes).astype(np.float32))
-    return pad(new.means), pad(new.mean_values), log_counts, pad(new.spreads), pad(new.radii)
+        return np.log(sizes.astype(np.float32))
 
 
 @functools.partial(jax.jit, static_argnames=("sinks", "shaped"))

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
 from rajax.handles import by_handle
-from rajax.kernels import Partial, merge
+from rajax.kernels import Partial, merge, no_keys
 from rajax.models.wave import (
     BLOCK_KEYS,
     BlockCache,
@@ -125,7 +125,7 @@ class WavePath:
 
         def not_at_all() -> tuple[Partial, Fetched]:
             blocks = jnp.zeros((largest, BLOCK_KEYS, head_dim), dtype)
-            return _no_keys(queries), Fetched(blocks, blocks, jnp.zeros(largest, jnp.int32))
+            return no_keys(*queries.shape), Fetched(blocks, blocks, jnp.zeros(largest, jnp.int32))
 
         which = sum((selection.missing > limit).astype(jnp.int32) for limit in (0, *sizes))
         transfers: list[Any] = [not_at_all, *(functools.partial(in_one, most) for most in sizes), in_several]
@@ -138,7 +138,7 @@ class WavePath:
         if self.state.whole:
             # Which layers have such a head differs from prompt to prompt, and must not be compiled in.
             here = sum((w.layer == layer) * (i + 1) for i, w in enumerate(self.state.whole))
-            branches = [functools.partial(_no_keys, queries)]
+            branches = [functools.partial(no_keys, *queries.shape)]
             branches += [functools.partial(attend_whole, queries, w) for w in self.state.whole]
             with jax.named_scope("attend_whole"):
                 parts.append(jax.lax.switch(jnp.asarray(here, jnp.int32), branches))
@@ -148,11 +148,6 @@ class WavePath:
         """What every layer fetched, and the clusters wanted, those in the cache included: [L, B, K, R] int32,
         -1 for none."""
         return self.fetched, jnp.stack([selection.ids for _, selection in self.wanted])
-
-
-def _no_keys(queries: jax.Array) -> Partial:
-    heads = queries.shape[:-1]
-    return Partial(jnp.zeros(queries.shape, jnp.float32), jnp.zeros(heads), jnp.full(heads, -jnp.inf))
 
 
 def _fetch(request: jax.Array, most: int, rows: int, head_dim: int, dtype: Any) -> tuple[jax.Array, ...]:

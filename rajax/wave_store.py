@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from rajax.handles import register, unregister
+from rajax.handles import Store
 from rajax.head import check_keys
 
 
@@ -204,7 +204,7 @@ def _squares(rows: np.ndarray) -> np.ndarray:
     return np.einsum("sh,sh->s", rows, rows)
 
 
-class WaveStore:
+class WaveStore(Store):
     """The host memory of one request.
 
     Args:
@@ -252,8 +252,7 @@ class WaveStore:
         self.transfers = transfers
         self._step = 0
         self._builders = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="rajax-build")
-        self._failure: BaseException | None = None
-        self.handle = register(self)
+        super().__init__()
 
     # --- taking keys in
 
@@ -345,15 +344,6 @@ class WaveStore:
         rows[:n], sizes[:n] = row, self.sizes[layer][row, cluster]
         for a in (keys, values, rows, sizes):
             a[n:] = 0
-
-    def fail(self, failure: BaseException) -> None:
-        """Keeps the first exception of a step: thrown through XLA it would lose its type."""
-        self._failure = self._failure or failure
-
-    def raise_failure(self) -> None:
-        """Raises what `fail` kept, as it was."""
-        if self._failure is not None:
-            raise self._failure
 
     # --- after a step
 
@@ -464,6 +454,6 @@ class WaveStore:
 
     def close(self) -> None:
         """Ends the threads and forgets the keys. No step may be running."""
-        unregister(self.handle)
+        super().close()
         self._builders.shutdown(cancel_futures=True)
         self.blocks = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import threading
 from typing import Any
@@ -16,6 +17,8 @@ class Store:
 
     def __init__(self) -> None:
         self._failure: BaseException | None = None
+        self.seconds: collections.Counter[str] = collections.Counter()
+        """What the host path spent its time on, in seconds: "host_search" and "host_attention"."""
         with _lock:
             self.handle = next(_numbers)
             _requests[self.handle] = self

@@ -17,7 +17,8 @@ from rajax.models import DeviceCache, LlamaConfig, Zone
 from rajax.models.summary import Summary
 from rajax.retrieval import RetrievalConfig
 from rajax.searched import Searched
-from rajax.wave import Wave
+from rajax.wave_buffer import BufferedWave
+from rajax.wave_host import HostWave
 
 
 class Offload(Protocol):
@@ -89,5 +90,16 @@ def offload(
     """
     if max(capacity) <= retrieval.zone_size:
         return None
-    kind: type[Searched] | type[Wave] = Searched if INDEXES[retrieval.index] else Wave
+    kind: type[Searched] | type[BufferedWave] | type[HostWave]
+    if INDEXES[retrieval.index]:
+        kind = Searched
+    else:
+        kind = BufferedWave if _buffered(retrieval) else HostWave
     return kind(retrieval, config, dtype, lengths, capacity)
+
+
+def _buffered(retrieval: RetrievalConfig) -> bool:
+    """Whether the device ranks clusters and keeps hot ones, or the host attends to them."""
+    if retrieval.wave_buffer is not None:
+        return retrieval.wave_buffer
+    return jax.default_backend() != "cpu"

@@ -10,6 +10,9 @@ from rajax.index import INDEXES
 RANKS = ("spread", "estimate", "bound")
 """What `rank_by` may be."""
 
+HOST_DTYPES = "bfloat16", "float32"
+"""What `host_dtype` may be."""
+
 OF_SEARCHES = "top_k", "target_error", "leaves_searched", "routes", "summary", "exact_below", "recall_steps"
 """Settings that mean nothing where clusters are retrieved whole."""
 
@@ -19,6 +22,7 @@ OF_WAVES = (
     "min_clusters",
     "max_clusters",
     "rank_by",
+    "wave_buffer",
     "block_cache",
     "whole_heads",
     "update_every",
@@ -50,7 +54,10 @@ class RetrievalConfig:
       rank_by: with "wave", what makes a cluster worth retrieving: "estimate", its estimated mass, sizes counted;
         "spread", that times how far the scores of its keys differ, which finds a little more; "bound", the upper
         bound of its mass, which is too loose to be of use (`benchmarks/accuracy.py`).
-      block_cache: with "wave", the size of the device's cache of hot clusters, as a share of the KV; 0.05 as in
+      wave_buffer: with "wave", who ranks clusters and attends. True: the device, which has their means and a cache of
+        hot ones, and is handed the others (RetroInfer, section 4.3). False: the host, where they lie, in compiled
+        code. None, the default: the host where the device is a CPU, whose memory is the host's; elsewhere the device.
+      block_cache: with such a buffer, the size of the device's cache of hot clusters, as a share of the KV; 0.05 as in
         RetroInfer, section 4.3.
       whole_heads: with "wave", the share of all KV heads that stay on the device whole: those for which the
         clusters' estimates are worst on held-out queries of the prompt, one of a layer at most. Heads that copy
@@ -65,6 +72,7 @@ class RetrievalConfig:
         are fewer than 8,192 keys.
       routes: the known queries nearest to a query whose keys are looked at as well; 0 does without. None, the
         default, lets each head choose, likewise.
+      host_dtype: of keys and values in host memory, "bfloat16" or "float32".
       projection: whether ScaNN may index the keys in coordinates that the prompt's queries shape, where a head
         finds more that way. With "wave", whether clusters are formed in those coordinates, finer where the prompt's
         queries looked; without, by RetroInfer's spherical k-means of mean-centred keys.
@@ -84,6 +92,7 @@ class RetrievalConfig:
     min_clusters: int = 8
     max_clusters: int = 40
     rank_by: str = "spread"
+    wave_buffer: bool | None = None
     block_cache: float = 0.05
     whole_heads: float = 0.03
     update_every: int = 128
@@ -91,6 +100,7 @@ class RetrievalConfig:
     window: int = 512
     leaves_searched: float | None = None
     routes: int | None = None
+    host_dtype: str = "bfloat16"
     projection: bool = True
     summary: bool = True
     exact_below: int = 4096
@@ -141,6 +151,12 @@ class RetrievalConfig:
             )
         if self.rank_by not in RANKS:
             raise ValueError(f"rank_by must be one of {', '.join(RANKS)}; found {self.rank_by!r}")
+        if self.host_dtype not in HOST_DTYPES:
+            raise ValueError(f"host_dtype must be one of {', '.join(HOST_DTYPES)}; found {self.host_dtype!r}")
+        if self.wave_buffer is not None and not isinstance(self.wave_buffer, bool):
+            raise ValueError(f"wave_buffer must be true, false or None, found {self.wave_buffer!r}")
+        if self.wave_buffer is False and self.rank_by == "bound":
+            raise ValueError("rank_by='bound' needs the device's buffer: set wave_buffer=True")
         for name in ("projection", "summary"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, found {getattr(self, name)!r}")

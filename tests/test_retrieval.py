@@ -25,6 +25,9 @@ from rajax.session import Session, _decode_step, _join, _prefill_layer, _split, 
 from rajax.shapes import bucket
 from rajax.store import HostStore
 
+HOST_WAVE = "wave on the host"
+"""The kind "wave" without the device's buffer, as `config` takes it."""
+
 ALL = 10**6
 """More keys than any text here has: everything is retrieved."""
 
@@ -38,7 +41,11 @@ def config(index: str = "scann", keys: int = ALL, **settings: Any) -> rajax.Retr
     `keys` are retrieved per query, or as many clusters as have about so many. The block cache is so small that
     it is never whole, and an answer's keys are clustered soon.
     """
-    zone: dict[str, Any] = {"sink_tokens": 3, "window": 9}
+    zone: dict[str, Any] = {"sink_tokens": 3, "window": 9, "host_dtype": "float32"}
+    if index == HOST_WAVE:
+        index, zone["wave_buffer"] = "wave", False
+    elif index == "wave":
+        zone["wave_buffer"] = True
     if INDEXES[index]:
         kind: dict[str, Any] = {"exact_below": 0, "leaves_searched": 1.0, "top_k": keys}
     else:
@@ -48,7 +55,7 @@ def config(index: str = "scann", keys: int = ALL, **settings: Any) -> rajax.Retr
     return rajax.RetrievalConfig(index=index, **zone | kind | settings)
 
 
-KINDS = sorted(INDEXES)
+KINDS = [*sorted(INDEXES), HOST_WAVE]
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +88,7 @@ def test_all_keys_retrieved_equals_dense(index, kv_heads):
     assert np.std(dense[0]) > 1
 
 
-@pytest.mark.parametrize("index", ["scann", "wave"])
+@pytest.mark.parametrize("index", ["scann", "wave", HOST_WAVE])
 @pytest.mark.parametrize("zone", [(3, 9), (0, 1), (5, 1), (0, 16), (200, 7)])
 def test_one_token_at_a_time_equals_a_fresh_prefill_at_every_step(zone, index):
     """From the first token on, through the filling of the static zone and far past it."""
@@ -115,12 +122,12 @@ def test_more_keys_come_closer_to_dense(index):
     dense = rajax.logits(model, text)
     errors = [
         np.abs(rajax.logits(model, text, config(index, k), decode_from=120) - dense).mean()
-        for k in ((1, 64, ALL) if index == "wave" else (1, 16, 64, ALL))
+        for k in ((1, 64, ALL) if "wave" in index else (1, 16, 64, ALL))
     ]
     assert errors == sorted(errors, reverse=True)
 
 
-@pytest.mark.parametrize("index", ["scann", "wave"])
+@pytest.mark.parametrize("index", ["scann", "wave", HOST_WAVE])
 def test_a_batch_equals_its_sequences_alone(index):
     model, texts = random_llama(6), random_tokens(6, 70, 4, 33)
     settings = {"max_new_tokens": 30, "retrieval": config(index, keys=8), "stop": ()}
@@ -129,7 +136,7 @@ def test_a_batch_equals_its_sequences_alone(index):
         assert rajax.generate(model, text, **settings).tokens[0] == together.tokens[row]
 
 
-@pytest.mark.parametrize("index", ["scann", "wave"])
+@pytest.mark.parametrize("index", ["scann", "wave", HOST_WAVE])
 def test_a_sequence_that_stops_leaves_the_others_alone(index):
     model, texts = random_llama(7), random_tokens(7, 40, 50)
     settings = {"max_new_tokens": 24, "retrieval": config(index)}
@@ -201,7 +208,7 @@ def test_a_failure_on_the_host_reaches_the_caller_as_it_is(where, monkeypatch):
     assert rajax.generate(model, text, **settings).tokens == good.tokens
 
 
-@pytest.mark.parametrize("index", ["scann", "wave"])
+@pytest.mark.parametrize("index", ["scann", "wave", HOST_WAVE])
 def test_a_closed_stream_ends_its_request(index):
     model, (text,) = random_llama(11), random_tokens(11, 60)
     answer = rajax.stream(model, text, max_new_tokens=40, retrieval=config(index), stop=())
@@ -213,7 +220,7 @@ def test_a_closed_stream_ends_its_request(index):
     assert whole.tokens[0] == first
 
 
-@pytest.mark.parametrize("index", ["scann", "wave"])
+@pytest.mark.parametrize("index", ["scann", "wave", HOST_WAVE])
 def test_an_interrupt_while_decoding_ends_the_request(index):
     model, (text,) = random_llama(12), random_tokens(12, 60)
 
@@ -227,7 +234,7 @@ def test_an_interrupt_while_decoding_ends_the_request(index):
     del kept
 
 
-@pytest.mark.parametrize("index", ["scann", "wave"])
+@pytest.mark.parametrize("index", ["scann", "wave", HOST_WAVE])
 def test_two_requests_at_once_do_not_meet(index):
     """One compiled step serves both; each finds its own store."""
     model, texts = random_llama(13), random_tokens(13, 60, 75)

@@ -13,6 +13,7 @@ from cuda import lower_for_cuda
 from random_llama import random_llama, random_tokens
 
 import rajax
+from rajax.clusters import Blocks
 from rajax.kernels import finish, merge, partial_attention_reference
 from rajax.models.wave import (
     BLOCK_KEYS,
@@ -33,9 +34,9 @@ from rajax.models.wave import (
     spherical_labels,
 )
 from rajax.session import Session, prefill
-from rajax.wave import Wave
+from rajax.wave_buffer import BufferedWave
 from rajax.wave_path import transfer_sizes
-from rajax.wave_store import Blocks, WaveStore
+from rajax.wave_store import WaveStore
 
 FLOAT = np.dtype(np.float32)
 
@@ -360,6 +361,7 @@ def store_of(clusters: int, slots: int) -> tuple[WaveStore, np.ndarray]:
         groups=2,
         head_dim=4,
         dtype=FLOAT,
+        device_dtype=FLOAT,
         capacities=[2 * clusters],
         block_keys=BLOCK_KEYS,
         cache_blocks=slots,
@@ -438,7 +440,16 @@ def test_a_cache_without_room_moves_everything():
 
 def settings(**changes: Any) -> rajax.RetrievalConfig:
     return rajax.RetrievalConfig(
-        **{"index": "wave", "sink_tokens": 3, "window": 9, "update_every": 20, "block_cache": 0.2, **changes}
+        **{
+            "index": "wave",
+            "wave_buffer": True,
+            "sink_tokens": 3,
+            "window": 9,
+            "update_every": 20,
+            "block_cache": 0.2,
+            "host_dtype": "float32",
+            **changes,
+        }
     )
 
 
@@ -481,11 +492,12 @@ def test_other_shapes(overrides):
     np.testing.assert_allclose(got, rajax.logits(model, text), atol=1e-4)
 
 
-def test_bfloat16_keys_stay_bfloat16_on_the_host():
+@pytest.mark.parametrize("wave_buffer", [True, False])
+def test_the_host_keeps_keys_in_bfloat16(wave_buffer):
     model, (text,) = random_llama(22), random_tokens(22, 300)
-    half = jax.tree.map(lambda a: a.astype(jnp.bfloat16), model)
-    with Session(half, [280], [300], settings(update_every=64)) as session:
-        prefill(half, [text[:280]], [session])
+    config = settings(update_every=64, wave_buffer=wave_buffer, host_dtype="bfloat16")
+    with Session(model, [280], [300], config) as session:
+        prefill(model, [text[:280]], [session])
         session.finish_prefill()
         assert session.store.blocks[0][0].keys.dtype == jnp.bfloat16
         for token in text[280:]:
@@ -527,7 +539,7 @@ def test_an_update_stops_no_step_for_all_layers_and_keeps_every_key():
         prefill(model, [text[:100]], [session])
         session.finish_prefill()
         wave = session.offload
-        assert isinstance(wave, Wave)
+        assert isinstance(wave, BufferedWave)
         starts = []
         for position in range(100, 400):
             session.step([text[position]])

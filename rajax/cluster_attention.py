@@ -2,39 +2,38 @@
 
 The same as `models.wave.select`, `attend_blocks` and `attend_whole`, which are its reference, but in one pass over
 memory that the host has anyway: nothing is gathered, and what weighs next to nothing is not read. Numba compiles it
-at its first call for a head dim and keeps the result on disk. Key/value heads are shared out among the cores where
-that is worth waking them for.
+at its first call for a head dim and keeps the result on disk. It runs without Python's lock, so that threads can take
+heads each.
 
-Letters: `K` key/value heads, `G` query heads per key/value head, rounded up to a multiple of `TOGETHER`, `S` keys,
-`C` clusters, `R` clusters retrieved at most, `H` head dim.
+Letters: `K` key/value heads, each in `HALVES`, `G` query heads per key/value head, `S` keys, `C` clusters, `R` clusters retrieved at
+most, `H` head dim.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 TOGETHER = 4
 """Query heads that share a reading of a key, and values that share one of the sums. They are written out below."""
 
-NEGLIGIBLE = np.float32(1e-3)
-"""Clusters whose estimated shares are below this, divided by their number, add nothing to the numerator; all of them
-together are below it. The denominator has them."""
+HALVES = 2
+"""A head's clusters are ranked and attended to in halves, so that cores can share a head. Half i of head k is number
+`HALVES` * k + i."""
+
+NEGLIGIBLE = np.float32(3e-4)
+"""Keys, and clusters, each with a share of the attention below this divided by their number, add nothing to the
+numerator, and their values are not read; all of them together are below it. The denominator has them."""
 
 TILE = 16
 """Keys whose scores are computed before the running maximum is looked at again."""
-
-WORTH_WAKING = 1 << 21
-"""Numbers in a layer's means from which on other cores are woken, which takes about 0.1 ms."""
 
 AHEAD = 2
 """A cluster's keys are asked for so many clusters before they are needed."""
@@ -44,25 +43,6 @@ CACHE_LINE = 64
 
 # Sums may be reordered, so that they fill a vector; infinities and NaN keep their meaning.
 FAST: Any = {"nsz", "arcp", "contract", "afn", "reassoc"}
-
-_one_at_a_time = threading.Lock()
-"""Numba's simplest threading layer ends the process where two threads enter it."""
-
-
-def rank(queries: np.ndarray, means: np.ndarray, *arguments: Any) -> None:
-    """Ranks clusters and chooses those to retrieve; see `_rank_heads`."""
-    _run(_compiled(queries.shape[2])[0], queries, means, *arguments)
-
-
-def attend(queries: np.ndarray, mean_values: np.ndarray, *arguments: Any) -> None:
-    """Attends to the clusters chosen and estimates the others; see `_attend_heads`."""
-    _run(_compiled(queries.shape[2])[1], queries, mean_values, *arguments)
-
-
-def _run(function: Callable[..., None], queries: np.ndarray, means: np.ndarray, *arguments: Any) -> None:
-    with _one_at_a_time:
-        numba.set_num_threads(numba.config.NUMBA_NUM_THREADS if means.size >= WORTH_WAKING else 1)
-        function(queries, means, *arguments)
 
 
 def _widen(x):
@@ -146,11 +126,17 @@ def _scores(queries, g, keys, start, stop, scores, shift, width):
         scores[g + 2, shift + j - start] = s2
         scores[g + 3, shift + j - start] = s3
 
+
 @njit(fastmath=FAST, inline="always")
 def _add(sums, weights, first, values, row, width):
     """Adds values row .. row + 3 of [S, H], weighted by weights [G, first .. first + 3], to sums [G, H]."""
     for g in range(len(sums)):
-        w0, w1, w2, w3 = weights[g, first], weights[g, first + 1], weights[g, first + 2], weights[g, first + 3]
+        w0, w1, w2, w3 = (
+            weights[g, first],
+            weights[g, first + 1],
+            weights[g, first + 2],
+            weights[g, first + 3],
+        )
         for h in range(width):
             sums[g, h] += (
                 w0 * _widen(values[row, h])
@@ -187,62 +173,81 @@ def _touch_rows(a, start, stop, width):
             _touch(a, row, column)
 
 
-@functools.cache
-def _compiled(width: int) -> tuple[Callable[..., None], Callable[..., None]]:
-    """`rank` and `attend` for a head dim, which is compiled in: loops of a known length fill vectors."""
+@intrinsic
+def _cycles(context):
+    """The processor's cycle counter."""
 
-    @njit(fastmath=FAST, nogil=True, parallel=True, cache=True)
-    def _rank_heads(
+    def generate(context, builder, signature, arguments):
+        function = ir.FunctionType(ir.IntType(64), [])
+        counter = cgutils.get_or_insert_function(builder.module, function, "llvm.readcyclecounter")
+        return builder.call(counter, [])
+
+    return types.int64(), generate
+
+
+@functools.cache
+def compiled(width: int) -> Callable[..., None]:
+    """`_attend` for a head dim, which is compiled in: loops of a known length fill vectors."""
+
+    @njit(fastmath=FAST, nogil=True, cache=True)
+    def _attend(
+        first,
+        last,
         queries,
         means,
+        mean_values,
         log_masses,
         importances,
+        starts,
         sizes,
-        clusters,
+        keys,
+        values,
         whole,
+        clusters,
         share,
         top_p,
         least,
         most,
-        weights,
-        tops,
-        ids,
-        chosen,
-        attended,
+        counts,
+        out,
     ):
-        """Estimates each cluster's mass, ranks, and chooses.
+        """The partials of half heads first .. last - 1 over all their clusters.
 
         All arrays are contiguous: with an unknown stride nothing fills a vector.
 
         Args:
-          queries: [K, G, H] float32, scaled. Those that only fill up the last `TOGETHER` are zero.
-          means: [K, C, H] mean keys, float32 or the bits of bfloat16.
-          log_masses: [K, C] float32, what a cluster's score is raised by: the logarithm of its number of keys, and
+          first, last: of the 2 K half heads.
+          queries: [K, G, H] float32, scaled; G rounded up to a multiple of `TOGETHER` by queries of zeros.
+          means, mean_values: [2 K, C, H], float32 or the bits of bfloat16.
+          log_masses: [2 K, C] float32, what a cluster's score is raised by: the logarithm of its number of keys, and
             the spread's second order; -inf for an empty cluster.
-          importances: [K, C] float32, what a cluster's estimated share is multiplied by to rank it.
-          sizes: [K, C] int32, keys of each cluster.
+          importances: [2 K, C] float32, what a cluster's estimated share is multiplied by to rank it.
+          starts, sizes: [2 K, C] int32, the keys of each cluster.
+          keys, values: [K, S, H], ordered by cluster, like the means.
+          whole: [2 K, 2] int64, keys from one to before another that are attended to without being in clusters;
+            mostly none.
           clusters: how many of the C there are so far.
-          whole: [K] int64, the first keys of a head that are attended to without being in clusters; mostly 0.
           share, top_p, least, most: `SelectionRule`'s; `share` negative where `top_p` rules.
-          weights: [K, G, C] float32, where to write exp(estimate - top): 0 for what is retrieved.
-          tops: [K, G] float32, where to write the largest estimate; -inf where there is no cluster.
-          ids: [K, R] int32, where to write the clusters chosen, in no order.
-          chosen: [K] int64, where to write how many.
-          attended: [K] int64, where to write the keys that are attended to exactly.
+          counts: [2 K, 4] int64, where to write the clusters retrieved, the keys attended to exactly, and the cycles
+            that ranking and attending took.
+          out: [2 K, G, H + 2] float32, where to write numerator, denominator and max of the real query heads.
         """
-        heads, groups = tops.shape
-        real = queries.shape[1]
-        for k in prange(heads):
+        groups, real = out.shape[1], queries.shape[1]
+        for k in range(first, last):
+            began = _cycles()
+            # What lies past the last cluster stays 0, for `_add` to read.
+            weights = np.zeros((real, clusters + TOGETHER), np.float32)
+            tops = np.full(groups, -np.inf, np.float32)
             for g in range(0, real, TOGETHER):
-                _scores(queries[k], g, means[k], 0, clusters, weights[k], 0, width)
+                _scores(queries[k // HALVES], g, means[k], 0, clusters, weights, 0, width)
             ranks = np.zeros(clusters, np.float32)
             for g in range(groups):
-                row = weights[k, g]
+                row = weights[g]
                 top = np.float32(-np.inf)
                 for c in range(clusters):
                     row[c] += log_masses[k, c]
                     top = max(top, row[c])
-                tops[k, g] = top
+                tops[g] = top
                 reference = top if top > -np.inf else np.float32(0)
                 total = np.float32(0)
                 for c in range(clusters):
@@ -255,78 +260,53 @@ def _compiled(width: int) -> tuple[Callable[..., None], Callable[..., None]]:
             for c in range(clusters):
                 ranks[c] *= importances[k, c]
                 held += log_masses[k, c] > -np.inf
-            chosen[k] = _choose(ranks, held, share, top_p, least, most, ids[k])
-            attended[k] = whole[k]
-            for i in range(chosen[k]):
-                attended[k] += sizes[k, ids[k, i]]
-                for g in range(real):
-                    weights[k, g, ids[k, i]] = 0
-            for g in range(real):  # `_attend_heads` reads them `TOGETHER`
-                for c in range(clusters, min(clusters + TOGETHER, weights.shape[2])):
-                    weights[k, g, c] = 0
+            ids = np.empty(most, np.int32)
+            chosen = _choose(ranks, held, share, top_p, least, most, ids)
+            attended = whole[k, 1] - whole[k, 0]
+            for i in range(chosen):
+                attended += sizes[k, ids[i]]
+                for g in range(groups):
+                    weights[g, ids[i]] = 0
+            ranked = _cycles()
 
-    @njit(fastmath=FAST, nogil=True, parallel=True, cache=True)
-    def _attend_heads(
-        queries,
-        mean_values,
-        keys,
-        values,
-        starts,
-        sizes,
-        clusters,
-        whole,
-        weights,
-        tops,
-        ids,
-        chosen,
-        out,
-    ):
-        """The partial over all clusters: those retrieved exactly, the others as estimated.
-
-        Args:
-          queries: [K, G, H], as for `_rank_heads`.
-          mean_values: [K, C, H], like the means.
-          keys, values: [K, S, H], ordered by cluster; float32 or the bits of bfloat16.
-          starts, sizes: [K, C] int32, the keys of each cluster.
-          clusters, whole: as for `_rank_heads`.
-          weights, tops, ids, chosen: what `_rank_heads` wrote.
-          out: [K, G, H + 2] float32, where to write numerator, denominator and max of the real query heads.
-        """
-        heads, groups = tops.shape
-        real = queries.shape[1]
-        for k in prange(heads):
             sums, totals = np.zeros((groups, width), np.float32), np.zeros(groups, np.float32)
             exact, exact_totals = np.zeros((groups, width), np.float32), np.zeros(groups, np.float32)
             exact_tops = np.full(groups, -np.inf, np.float32)
             scores = np.zeros((real, TILE), np.float32)
-            heaviest = np.zeros(weights.shape[2], np.float32)
+            heaviest = np.zeros(clusters + TOGETHER, np.float32)
             for g in range(groups):
                 total = np.float32(0)
                 for c in range(clusters):
-                    total += weights[k, g, c]
-                    heaviest[c] = max(heaviest[c], weights[k, g, c])
+                    total += weights[g, c]
                 totals[g] = total
-            # A query head's largest weight is 1 before what is retrieved is taken out.
+                scale = 1 / max(total, np.float32(1))
+                for c in range(clusters):
+                    heaviest[c] = max(heaviest[c], weights[g, c] * scale)
             for c in range(0, clusters, TOGETHER):
-                if heaviest[c : c + TOGETHER].max() * clusters > NEGLIGIBLE:
-                    _add(sums, weights[k], c, mean_values[k], c, width)
+                share_ = max(max(heaviest[c], heaviest[c + 1]), max(heaviest[c + 2], heaviest[c + 3]))
+                if share_ * clusters > NEGLIGIBLE:
+                    _add(sums, weights, c, mean_values[k], c, width)
             # The chosen clusters, and after them the keys of a head that is whole.
-            for i in range(chosen[k] + 1):
-                start, stop = 0, whole[k]
-                if i < chosen[k]:
-                    start = starts[k, ids[k, i]]
-                    stop = start + sizes[k, ids[k, i]]
-                if i + AHEAD < chosen[k]:
-                    later = ids[k, i + AHEAD]
-                    _touch_rows(keys[k], starts[k, later], starts[k, later] + sizes[k, later], width)
-                    _touch_rows(values[k], starts[k, later], starts[k, later] + sizes[k, later], width)
+            for i in range(chosen + 1):
+                start, stop = whole[k]
+                if i < chosen:
+                    start = starts[k, ids[i]]
+                    stop = start + sizes[k, ids[i]]
+                if i + AHEAD < chosen:
+                    later = ids[i + AHEAD]
+                    _touch_rows(
+                        keys[k // HALVES], starts[k, later], starts[k, later] + sizes[k, later], width
+                    )
                 for tile in range(start, stop, TILE):
                     n = min(TILE, stop - tile)
                     for g in range(0, real, TOGETHER):
-                        _scores(queries[k], g, keys[k], tile, tile + n, scores, 0, width)
+                        _scores(queries[k // HALVES], g, keys[k // HALVES], tile, tile + n, scores, 0, width)
                     for g in range(groups):
+                        for j in range(n, TILE):
+                            scores[g, j] = -np.inf
+                        # Always all of the tile: loops of a known length fill vectors.
                         top = exact_tops[g]
-                        for j in range(n):
+                        for j in range(TILE):
                             top = max(top, scores[g, j])
                         if top > exact_tops[g]:
                             scale = _exp(exact_tops[g] - top)
@@ -334,21 +314,30 @@ def _compiled(width: int) -> tuple[Callable[..., None], Callable[..., None]]:
                             for h in range(width):
                                 exact[g, h] *= scale
                             exact_tops[g] = top
-                        for j in range(n):
+                        added = np.float32(0)
+                        for j in range(TILE):
                             scores[g, j] = _exp(scores[g, j] - top)
-                            exact_totals[g] += scores[g, j]
-                        for j in range(n, TILE):
-                            scores[g, j] = 0
+                            added += scores[g, j]
+                        exact_totals[g] += added
                     # Past the last there are always rows to read, if only of the next cluster.
                     for j in range(0, n, TOGETHER):
-                        _add(exact, scores, j, values[k], tile + j, width)
+                        heavy = False
+                        for g in range(groups):
+                            weight = max(
+                                max(scores[g, j], scores[g, j + 1]), max(scores[g, j + 2], scores[g, j + 3])
+                            )
+                            heavy |= weight * attended > NEGLIGIBLE * exact_totals[g]
+                        if heavy:
+                            _add(exact, scores, j, values[k // HALVES], tile + j, width)
             for g in range(groups):
-                top = max(tops[k, g], exact_tops[g])
+                top = max(tops[g], exact_tops[g])
                 reference = top if top > -np.inf else np.float32(0)
-                estimate, scale = _exp(tops[k, g] - reference), _exp(exact_tops[g] - reference)
+                estimate, scale = _exp(tops[g] - reference), _exp(exact_tops[g] - reference)
                 for h in range(width):
                     out[k, g, h] = estimate * sums[g, h] + scale * exact[g, h]
                 out[k, g, width] = estimate * totals[g] + scale * exact_totals[g]
                 out[k, g, width + 1] = top
+            counts[k, 0], counts[k, 1] = chosen, attended
+            counts[k, 2], counts[k, 3] = ranked - began, _cycles() - ranked
 
-    return _rank_heads, _attend_heads
+    return _attend

@@ -10,8 +10,10 @@ most, `H` head dim.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -20,14 +22,19 @@ import ml_dtypes
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
-from rajax.cluster_attention import TOGETHER, attend, rank
+from rajax.cluster_attention import HALVES, TOGETHER, compiled
 from rajax.clusters import Blocks, ClusterStore, NewClusters
 from rajax.handles import by_handle
-from rajax.kernels import Partial
+from rajax.kernels import Partial, merge
 from rajax.models import DeviceCache, LlamaConfig
 from rajax.models.wave import SelectionRule
 from rajax.retrieval import RetrievalConfig
-from rajax.wave import Wave, log_counts
+from rajax.wave import GRANULE, Wave, log_counts
+
+CORES = os.cpu_count() or 1
+
+WORTH_A_THREAD = 1 << 21
+"""Numbers in a layer's means from which on its heads are shared out to threads: to wake one takes 0.1 ms."""
 
 
 class HostWave(Wave):
@@ -61,15 +68,14 @@ class HostWave(Wave):
             )
             for layer in range(self.layers):
                 if new := formed.get((layer, sequence)):
-                    self._adopt(layer, sequence, 0, new, whole[layer])
+                    self._adopt(layer, sequence, new, whole[layer])
 
     def add(self, sequence: int, first: int, formed: Sequence[NewClusters]) -> None:
         for layer, new in enumerate(formed):
-            self._adopt(layer, sequence, first, new, np.zeros(self.kv_heads, bool))
+            self._adopt(layer, sequence, new, np.zeros(self.kv_heads, bool))
 
-    def _adopt(self, layer: int, sequence: int, first: int, new: NewClusters, whole: np.ndarray) -> None:
-        held = self.store.layers[layer][sequence]
-        held.adopt(first, new, self.corrections(new.spreads), whole)
+    def _adopt(self, layer: int, sequence: int, new: NewClusters, whole: np.ndarray) -> None:
+        self.store.layers[layer][sequence].adopt(new, self.corrections(new.spreads), whole)
 
     def after_step(
         self, cache: DeviceCache, outcome: Any, active: np.ndarray, lengths: np.ndarray
@@ -89,70 +95,82 @@ class LayerClusters:
 
     Args:
       blocks: the keys and values.
-      clusters: C.
+      clusters: the most that there will be to a head.
       rule: how many a step retrieves, and by what order.
-      groups: G.
     """
 
-    def __init__(self, blocks: Blocks, clusters: int, rule: SelectionRule, groups: int):
+    def __init__(self, blocks: Blocks, clusters: int, rule: SelectionRule):
         heads, _, width = blocks.keys.shape
         self.rule = rule
-        self.keys, self.values = bits(blocks.keys), bits(blocks.values)
-        self._means = np.zeros((heads, clusters, width), blocks.keys.dtype)
-        self._mean_values = np.zeros_like(self._means)
-        self.means, self.mean_values = bits(self._means), bits(self._mean_values)
-        self.log_masses = np.full((heads, clusters), -np.inf, np.float32)
-        self.importances = np.ones((heads, clusters), np.float32)
-        self.starts, self.sizes = (np.zeros((heads, clusters), np.int32) for _ in range(2))
-        self.whole = np.zeros(heads, np.int64)
-        """Keys of each head that is attended to whole; 0 for the others."""
-        self._settings = (
-            -1.0 if rule.share is None else rule.share,
-            rule.top_p,
-            rule.least,
-            rule.most,
+        # Each time that clusters are taken over a half may be left with one place empty.
+        shape = HALVES * heads, -(-clusters // HALVES) + clusters // GRANULE
+        self.means = np.zeros((*shape, width), blocks.keys.dtype)
+        self.mean_values = np.zeros_like(self.means)
+        self.log_masses = np.full(shape, -np.inf, np.float32)
+        self.importances = np.ones(shape, np.float32)
+        self.starts, self.sizes = (np.zeros(shape, np.int32) for _ in range(2))
+        self.whole = np.zeros((shape[0], 2), np.int64)
+        """From where to where each half attends to keys whatever their clusters."""
+        self._compiled = compiled(width)
+        means, mean_values, keys, values = map(
+            bits, (self.means, self.mean_values, blocks.keys, blocks.values)
         )
-        self._groups = groups
+        tables = self.log_masses, self.importances, self.starts, self.sizes
+        self._arrays = means, mean_values, *tables, keys, values, self.whole
+        share = -1.0 if rule.share is None else rule.share
+        self._settings = share, rule.top_p, -(-rule.least // HALVES), -(-rule.most // HALVES)
         self.used = 0
-        """Clusters so far, of the C that there is room for."""
+        """Places taken so far in each half."""
         self.held = 0
-        """Keys in them, of all heads together."""
+        """Keys in clusters, of all heads together."""
+        self.ranked = 0
+        """Clusters that a step ranks, of all heads together."""
 
-    def adopt(self, first: int, new: NewClusters, corrections: np.ndarray, whole: np.ndarray) -> None:
-        """Takes clusters over as numbers `first`, ...; heads that are `whole` [K] attend to their keys instead."""
-        n = new.sizes.shape[1]
-        here = slice(first, first + n)
-        self._means[:, here], self._mean_values[:, here] = new.means, new.mean_values
-        masses = log_counts(new.sizes) + corrections
-        self.log_masses[:, here] = np.where(whole[:, None], -np.inf, masses)
+    def adopt(self, new: NewClusters, corrections: np.ndarray, whole: np.ndarray) -> None:
+        """Takes clusters over; heads that are `whole` [K] attend to all their keys instead."""
+        here = slice(self.used, self.used + -(-new.sizes.shape[1] // HALVES))
+        self.means[:, here], self.mean_values[:, here] = _halves(new.means), _halves(new.mean_values)
+        masses = np.where(whole[:, None], -np.inf, log_counts(new.sizes) + corrections)
+        self.log_masses[:, here] = _halves(masses, empty=-np.inf)
         if self.rule.rank_by == "spread":
-            self.importances[:, here] = new.spreads
-        self.starts[:, here], self.sizes[:, here] = new.starts, new.sizes
-        self.whole[whole] = new.sizes[whole].sum(axis=1)
-        self.used = first + n
+            self.importances[:, here] = _halves(new.spreads)
+        self.starts[:, here], self.sizes[:, here] = _halves(new.starts), _halves(new.sizes)
+        for k in np.flatnonzero(whole).tolist():
+            ends = int(new.sizes[k].sum()) * np.arange(HALVES + 1) // HALVES
+            self.whole[HALVES * k : HALVES * (k + 1)] = np.stack([ends[:-1], ends[1:]], axis=1)
+        self.used = here.stop
         self.held += int(new.sizes.sum())
+        self.ranked = int((self.log_masses > -np.inf).sum())
 
-    def attend(self, queries: np.ndarray, out: np.ndarray, counters: HostWaveCounters) -> tuple[float, float]:
-        """Writes the partial of queries [K, G, H] over all clusters to out [K, G, H + 2]: numerator, denominator, max.
+    def attend(self, queries: np.ndarray, out: np.ndarray, workers: ThreadPoolExecutor) -> np.ndarray:
+        """Writes the partials of queries [K, G, H] over all clusters to out [2 K, G, H + 2]: numerators,
+        denominators, maxima.
 
-        Returns the seconds that ranking and attending took.
+        Returns [2 K, 4] integers: the clusters retrieved, the keys attended to, and the cycles of the two.
         """
         heads, groups, width = queries.shape
         padded = np.zeros((heads, -(-groups // TOGETHER) * TOGETHER, width), np.float32)
         padded[:, :groups] = queries
-        weights = np.empty((heads, padded.shape[1], self.sizes.shape[1]), np.float32)
-        tops = np.empty((heads, groups), np.float32)
-        ids, chosen = np.empty((heads, self.rule.most), np.int32), np.empty(heads, np.int64)
-        attended = np.empty(heads, np.int64)
-        found = weights, tops, ids, chosen
-        clusters = self.sizes, self.used, self.whole
-        start = time.perf_counter()
-        rank(padded, self.means, self.log_masses, self.importances, *clusters, *self._settings, *found, attended)
-        ranked = time.perf_counter()
-        attend(padded, self.mean_values, self.keys, self.values, self.starts, *clusters, *found, out)
-        counters.attended += groups * int(attended.sum())
-        counters.chosen += int(chosen.sum())
-        return ranked - start, time.perf_counter() - ranked
+        counts = np.empty((len(out), 4), np.int64)
+
+        def some(first: int, last: int) -> None:
+            self._compiled(first, last, padded, *self._arrays, self.used, *self._settings, counts, out)
+
+        threads = min(len(out), CORES) if self.means.size >= WORTH_A_THREAD else 1
+        ends = [len(out) * i // threads for i in range(threads + 1)]
+        others = [workers.submit(some, *span) for span in zip(ends[1:-1], ends[2:], strict=True)]
+        some(0, ends[1])
+        for other in others:
+            other.result()
+        return counts
+
+
+def _halves(a: np.ndarray, empty: float = 0) -> np.ndarray:
+    """Clusters [K, c, ...] dealt out to the halves of their heads, [2 K, c / 2, ...]."""
+    odd = -a.shape[1] % HALVES
+    a = np.pad(a, ((0, 0), (0, odd), *((0, 0),) * (a.ndim - 2)), constant_values=empty)
+    dealt = a.reshape(len(a), -1, HALVES, *a.shape[2:]).swapaxes(1, 2)
+    return dealt.reshape(HALVES * len(a), -1, *a.shape[2:])
 
 
 @dataclasses.dataclass
@@ -185,25 +203,31 @@ class HostWaveStore(ClusterStore):
         self.layers: list[list[LayerClusters]] = []
         """By layer and sequence."""
         self.counters = HostWaveCounters()
+        self._workers = ThreadPoolExecutor(CORES, thread_name_prefix="rajax-attend")
         super().__init__(**store)
 
     def make_room(self, clusters: int, rule: SelectionRule) -> None:
         """Makes room for so many clusters per layer, sequence and head."""
-        self.layers = [
-            [LayerClusters(blocks, clusters, rule, self.groups) for blocks in layer] for layer in self.blocks
-        ]
+        self.layers = [[LayerClusters(blocks, clusters, rule) for blocks in layer] for layer in self.blocks]
 
     def attend(self, layer: int, active: np.ndarray, queries: np.ndarray, out: np.ndarray) -> None:
-        """Writes the partials of queries [B, K, G, H] to out [B, K, G, H + 2]; those of no keys where not `active`."""
+        """Writes the partials of queries [B, K, G, H] to out [B, 2 K, G, H + 2]; those of no keys where not `active`."""
         for sequence, clusters in enumerate(self.layers[layer]):
             if not active[sequence] or not clusters.used:
                 no_clusters(out[sequence])
                 continue
-            ranking, attending = clusters.attend(queries[sequence], out[sequence], self.counters)
-            self.seconds["host_search"] += ranking
-            self.seconds["host_attention"] += attending
-            self.counters.offloaded += self.groups * clusters.held
-            self.counters.ranked += self.groups * clusters.used * int((clusters.whole == 0).sum())
+            start = time.perf_counter()
+            counts = clusters.attend(queries[sequence], out[sequence], self._workers)
+            seconds = time.perf_counter() - start
+            chosen, attended, ranking, attending = counts.sum(axis=0).tolist()
+            share = ranking / (ranking + attending)
+            self.seconds["host_search"] += share * seconds
+            self.seconds["host_attention"] += (1 - share) * seconds
+            c = self.counters
+            c.offloaded += self.groups * clusters.held
+            c.ranked += self.groups * clusters.ranked
+            c.attended += self.groups * attended
+            c.chosen += chosen
 
     def statistics(self) -> dict[str, float | None]:
         """The fields of `generation.Statistics` that the host knows."""
@@ -229,6 +253,7 @@ class HostWaveStore(ClusterStore):
 
     def close(self) -> None:
         super().close()
+        self._workers.shutdown()
         self.layers = []
 
 
@@ -264,7 +289,8 @@ class HostWavePath:
         request = jnp.concatenate([head, lengths, numbers])
         with jax.named_scope("host_attention"):
             out = _attend(request, queries.shape)
-        return Partial(out[..., :-2], out[..., -2], out[..., -1])
+        halves = (out[:, i::HALVES] for i in range(HALVES))
+        return merge(*(Partial(half[..., :-2], half[..., -2], half[..., -1]) for half in halves))
 
     def outcome(self) -> tuple[()]:
         """What the session has to act on after the step."""
@@ -272,11 +298,12 @@ class HostWavePath:
 
 
 def _attend(request: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The partial [B, K, G, H + 2] of queries of `shape` [B, K, G, H].
+    """The partials [B, 2 K, G, H + 2] of queries of `shape` [B, K, G, H].
 
     On CPU the callback works on XLA's own buffers, which takes a third of the time of one that returns arrays.
     """
-    result = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] + 2), jnp.float32)
+    batch, heads, groups, width = shape
+    result = jax.ShapeDtypeStruct((batch, HALVES * heads, groups, width + 2), jnp.float32)
 
     def in_place(_, out, request):
         _answer(np.asarray(request), shape, np.asarray(out))

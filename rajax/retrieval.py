@@ -50,7 +50,8 @@ class RetrievalConfig:
         mass, weighed as `rank_by` says, to the others, within the bounds `min_clusters` and `max_clusters`. On
         SmolLM2 one number for all heads does as well as freer bounds: attention that is spread thin gains little
         by more clusters.
-      min_clusters, max_clusters: those bounds, per KV head. A cluster has at most 16 keys, 12 on average.
+      min_clusters, max_clusters: those bounds, per KV head. A cluster has at most 16 keys, 12 on average. By default 96
+        at most, or 40 with `wave_buffer`, where each may have to cross to the device.
       rank_by: with "wave", what makes a cluster worth retrieving: "estimate", its estimated mass, sizes counted;
         "spread", that times how far the scores of its keys differ, which finds a little more; "bound", the upper
         bound of its mass, which is too loose to be of use (`benchmarks/accuracy.py`).
@@ -90,7 +91,7 @@ class RetrievalConfig:
     retrieved_share: float | None = None
     top_p: float = 0.9
     min_clusters: int = 8
-    max_clusters: int = 40
+    max_clusters: int | None = None
     rank_by: str = "spread"
     wave_buffer: bool | None = None
     block_cache: float = 0.05
@@ -127,7 +128,7 @@ class RetrievalConfig:
             ("routes", 0),
         ):
             value = getattr(self, name)
-            if name == "routes" and value is None:
+            if name in ("routes", "max_clusters") and value is None:
                 continue
             if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, found {value!r}")
@@ -145,7 +146,7 @@ class RetrievalConfig:
             number = isinstance(value, numbers.Real) and not isinstance(value, bool)
             if not number or not 0 <= value <= 1 or value in excluded:
                 raise ValueError(f"{name} must be {allowed}; found {value!r}")
-        if self.min_clusters > self.max_clusters:
+        if self.max_clusters is not None and self.min_clusters > self.max_clusters:
             raise ValueError(
                 f"min_clusters is {self.min_clusters}, more than max_clusters, {self.max_clusters}"
             )

@@ -49,6 +49,8 @@ class Wave(abc.ABC):
 
     path: Any
     store: Any
+    max_clusters: int
+    """Clusters that a head retrieves at most where the settings leave it open."""
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class Wave(abc.ABC):
         capacity: Sequence[int],
     ):
         self.retrieval, self.dtype = retrieval, np.dtype(dtype)
+        self.max_clusters = retrieval.max_clusters or max(self.max_clusters, retrieval.min_clusters)
         self.layers, self.kv_heads, self.groups, self.head_dim = (
             config.num_hidden_layers,
             config.num_key_value_heads,
@@ -144,7 +147,7 @@ class Wave(abc.ABC):
     def _exam(self, queries: jax.Array, log_seen: jax.Array) -> Exam | None:
         if not self.whole_heads:
             return None
-        return Exam(np.asarray(queries), np.asarray(log_seen), self.retrieval.max_clusters, self.corrections)
+        return Exam(np.asarray(queries), np.asarray(log_seen), self.max_clusters, self.corrections)
 
     def corrections(self, spreads: np.ndarray) -> np.ndarray:
         """What is added to the logarithm of an estimate, for spreads [...]."""
@@ -154,7 +157,7 @@ class Wave(abc.ABC):
         formed = {which: future.result() for which, future in self._forming.items()}
         self._forming = {}
         in_prompts = max((new.sizes.shape[1] for new in formed.values()), default=0)
-        most = self.retrieval.max_clusters
+        most = self.max_clusters
         if self.retrieval.retrieved_share is not None:
             most = math.ceil(self.retrieval.retrieved_share * (in_prompts + self.grown_clusters)) or 1
         clusters = rounded(max(in_prompts + self.grown_clusters, most + 1))

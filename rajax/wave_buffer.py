@@ -32,6 +32,7 @@ class BufferedWave(Wave):
     """One request's clusters, their means and the hot ones on the device; see `offload.Offload`."""
 
     path: Any = WavePath
+    max_clusters = 40
 
     def __init__(
         self,

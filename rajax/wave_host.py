@@ -33,12 +33,14 @@ from rajax.wave import GRANULE, Wave, log_counts
 
 CORES = os.cpu_count() or 1
 
-WORTH_A_THREAD = 1 << 21
+WORTH_A_THREAD = 1 << 18
 """Numbers in a layer's means from which on its heads are shared out to threads: to wake one takes 0.1 ms."""
 
 
 class HostWave(Wave):
     """One request's clusters, all on the host; see `offload.Offload`."""
+
+    max_clusters = 96
 
     def __init__(
         self,
@@ -287,6 +289,7 @@ class HostWavePath:
         head = jnp.stack([self.handle, jnp.int32(layer)])
         numbers = jax.lax.bitcast_convert_type(queries, jnp.int32).reshape(-1)
         request = jnp.concatenate([head, lengths, numbers])
+        request, _ = jax.lax.optimization_barrier((request, after))
         with jax.named_scope("host_attention"):
             out = _attend(request, queries.shape)
         halves = (out[:, i::HALVES] for i in range(HALVES))

@@ -403,7 +403,10 @@ def test_recall_counts_what_an_exact_search_would_find():
         ),
         ({"index": "wave", "top_p": None}, "top_p must be from 0 to 1; found None"),
         ({"index": "wave", "update_every": 0}, "update_every must be an integer of at least 1, found 0"),
-        ({"index": "wave", "min_clusters": 50}, "min_clusters is 50, more than max_clusters, 40"),
+        (
+            {"index": "wave", "min_clusters": 50, "max_clusters": 40},
+            "min_clusters is 50, more than max_clusters, 40",
+        ),
         (
             {"index": "wave", "rank_by": "luck"},
             "rank_by must be one of spread, estimate, bound; found 'luck'",

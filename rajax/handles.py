@@ -16,6 +16,8 @@ class Store:
 
     def __init__(self) -> None:
         self._failure: BaseException | None = None
+        self.seconds = {"host_search": 0.0, "host_attention": 0.0}
+        """What decode steps spent on the host so far: finding keys, and attending to or fetching what was found."""
         with _lock:
             self.handle = next(_numbers)
             _requests[self.handle] = self

@@ -2,7 +2,8 @@
 
 At each depth the first tokens of a text are prefilled **once**. The keys go to the host, and every attention is given
 them from there. Then the attentions take turns through the tokens that follow, the same for all (teacher forcing): a
-step of the one, a step of the next, so that all times are of the same minutes. The first steps compile and do not count.
+step of the one, a step of the next, so that all times are of the same minutes. The first steps compile and do not
+count.
 
 What a row says:
 
@@ -274,9 +275,10 @@ def _measure(
                 recording.play(sessions[name])
                 index_s[name] = None
             else:
-                with session(name) as first:
+                with session(name) as trial:
                     # What one layer teaches compiles what all of them need.
-                    recording.play_layer(first, 0)
+                    recording.play_layer(trial, 0)
+                    trial.offload.finish_prefill()  # type: ignore[union-attr]
                 index_s[name] = recording.play(sessions[name])
                 say(f"{size} tokens: {name} indexed in {index_s[name]:.1f} s")
             rows.append(
@@ -477,7 +479,7 @@ def _merges(parts: tuple[Partial, ...], *, layers: int) -> tuple[Partial, ...]:
 
 @functools.partial(jax.jit, static_argnames=("path", "layers"))
 def _callbacks(q: jax.Array, key: jax.Array, lengths: jax.Array, *, path: Any, layers: int) -> jax.Array:
-    """The callbacks of every layer, of queries [B, K, G, H] and a key [B, K, H] that leaves, with nothing behind them."""
+    """Every layer's callbacks, of queries [B, K, G, H] and a key [B, K, H] that leaves, with nothing behind them."""
     host = CallbackHostPath(jnp.asarray(NOBODY), ())
     for layer in range(layers):
         if path is CallbackHostPath:

@@ -6,6 +6,7 @@ Both run on the CPU with as many threads as there are cores, and are fed the sam
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -72,13 +73,11 @@ def peer_makers(checkpoint: Path, gguf: Path | None, say: Callable[[str], None])
         if missing:
             say(f"{name}: not run, {missing[0]} is not installed: {install}")
         elif name == "transformers":
-            config = read_json(checkpoint / "config.json")
-            makers[name] = lambda model, capacity, scaling: Transformers(config, model, scaling)
+            makers[name] = functools.partial(Transformers, read_json(checkpoint / "config.json"))
         elif gguf is None and not smollm2.is_demo_model(checkpoint):
             say(f"{name}: not run, it needs the model as a GGUF file: give --gguf FILE")
         else:
-            file = gguf or smollm2.gguf_file(say)
-            makers[name] = lambda model, capacity, scaling: LlamaCpp(file, model, capacity, scaling)
+            makers[name] = functools.partial(LlamaCpp, gguf or smollm2.gguf_file(say))
     return makers
 
 
@@ -132,7 +131,10 @@ class LlamaCpp:
 class Transformers:
     """transformers with PyTorch's scaled dot product attention, in float32, with RAJAX's own parameters."""
 
-    def __init__(self, config: Mapping[str, Any], model: Llama, scaling: Mapping[str, Any] | None):
+    def __init__(
+        self, config: Mapping[str, Any], model: Llama, capacity: int, scaling: Mapping[str, Any] | None
+    ):
+        del capacity  # its cache grows with the text
         import torch
         import transformers
 
@@ -159,7 +161,9 @@ class Transformers:
     def _run(self, tokens: list[int]) -> Any:
         with self.torch.inference_mode():
             ids = self.torch.tensor([tokens])
-            return self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+            # By position: the cache's name differs between versions.
+            out = self.model(ids, None, None, self.cache, use_cache=True, logits_to_keep=1)
+            return out.logits[0, -1]
 
     def prefill(self, tokens: np.ndarray) -> None:
         self._run(tokens.tolist())

@@ -269,7 +269,8 @@ def _measure(
         with progress(f"prefill of {size}", "layers") as advance:
             prefill_s = _prefill_seconds(model, prompt, recording, advance)
         say(f"{size} tokens: prefill {prefill_s:.1f} s")
-        rows, index_s = [], {}
+        rows: list[Row] = []
+        index_s: dict[str, float | None] = {}
         for name in sessions:
             if sessions[name].offload is None:
                 recording.play(sessions[name])
@@ -287,7 +288,7 @@ def _measure(
                 | {"index_s": index_s[name]}
             )
         del recording
-        peers = {}
+        peers: dict[str, Peer] = {}
         for name, make in makers.items():
             peers[name] = stack.enter_context(contextlib.closing(make(model, len(tokens), scaling)))
             start = time.perf_counter()

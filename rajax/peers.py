@@ -25,10 +25,11 @@ class Peer(Protocol):
     """Another library's model with a context of its own.
 
     Attributes:
-      kv_bytes: bytes of its keys and values, as far as it has room for them.
+      kv_bytes: bytes of its keys and values; llama.cpp's with the room that it has for more.
     """
 
-    kv_bytes: int
+    @property
+    def kv_bytes(self) -> int: ...
 
     def prefill(self, tokens: np.ndarray) -> None:
         """Evaluates a prompt [T] int32 in one go."""

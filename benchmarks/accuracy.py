@@ -16,21 +16,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 import rajax
+from rajax import report
+from rajax.bench import Recording, load
 from rajax.index import select_top
-from rajax.models import Llama, Zone
+from rajax.models import Llama
 from rajax.retrieval import RetrievalConfig
 from rajax.session import Session, prefill
 from rajax.store import HostStore, Sample
@@ -71,25 +70,6 @@ def settings() -> dict[str, RetrievalConfig]:
         "wave, 4.2 %, whole heads": RetrievalConfig(index="wave", block_cache=0.0, retrieved_share=0.042),
         "wave": RetrievalConfig(index="wave"),
     }
-
-
-class Recording:
-    """A prefill that can be given to one session after another; stands among the sessions of `prefill`."""
-
-    def __init__(self, zone: Zone):
-        self.zone = zone
-        self.layers: list[tuple[Any, ...]] = []
-
-    def take(self, layer: int, sequence: int, *arrays: Any) -> None:
-        self.layers.append(tuple(np.asarray(a) for a in arrays))
-
-    def play(self, session: Session) -> float:
-        """Prefills the session; returns the seconds that it took to learn from the prompt and to index it."""
-        start = time.perf_counter()
-        for i, (keys, values, queries, positions) in enumerate(self.layers):
-            session.take(i, 0, jnp.asarray(keys), jnp.asarray(values), jnp.asarray(queries), positions)
-        session.finish_prefill()
-        return time.perf_counter() - start
 
 
 @dataclasses.dataclass
@@ -221,8 +201,8 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """The rows of one context, as they are measured."""
     prompt, forced = tokens[:context], tokens[context : context + new]
-    recording = Recording(Zone(RetrievalConfig().sink_tokens, RetrievalConfig().window))
     with Session(model, [context], [context + new], None) as session:
+        recording = Recording(session)
         start = time.perf_counter()
         prefill(model, [prompt], [session, recording]).block_until_ready()  # type: ignore[list-item]
         prefill_s = time.perf_counter() - start
@@ -243,7 +223,6 @@ def run(
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     """Prints the rows as a table."""
-    table = Table(padding=(0, 0))
     columns = {
         "setting": ("setting", "{}"),
         "leaves %": ("leaves_pct", "{:.0f}"),
@@ -260,11 +239,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         "build s": ("build_s", "{:.0f}"),
         "device KV": ("device_kv_bytes", "{:.2e}"),
     }
-    for name in columns:
-        table.add_column(name, justify="left" if name == "setting" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*("–" if row[key] is None else form.format(row[key]) for key, form in columns.values()))
-    console.print(table)
+    console.print(report.table(rows, columns))
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -308,15 +283,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def load(checkpoint: Path, length: int) -> Llama:
-    """The model, with YaRN where a text of `length` tokens is longer than its own positions."""
-    model = rajax.load(checkpoint)
-    if length > model.config.max_positions:
-        factor = float(-(-length // model.config.max_position_embeddings))
-        model = rajax.load(checkpoint, rope_scaling={"rope_type": "yarn", "factor": factor})
-    return model
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -346,9 +312,7 @@ def main() -> None:
         for row in run(model, tokens, context, args.steps, args.settings or list(settings()), console):
             rows.append(row)
             if args.json:
-                temporary = args.json.with_name(args.json.name + ".partial")
-                temporary.write_text(json.dumps(rows, indent=2), encoding="utf-8")
-                temporary.replace(args.json)
+                report.write(args.json, report.json_text(rows))
     show(rows, console)
     if args.plot:
         plot(rows, args.plot)

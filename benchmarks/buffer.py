@@ -9,18 +9,17 @@ step in between now and then, so that both times are of the same minutes.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accuracy import Recording, load
 from rich.console import Console
-from rich.table import Table
 
 import rajax
-from rajax.models import Llama, Zone
+from rajax import report
+from rajax.bench import Recording, load
+from rajax.models import Llama
 from rajax.retrieval import RetrievalConfig
 from rajax.session import Session, prefill
 
@@ -84,12 +83,8 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         "device MiB": ("device_kv_bytes", "{:.0f}"),
     }
     units = {"bytes_per_token": 2**10, "device_kv_bytes": 2**20}
-    table = Table(padding=(0, 0))
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(form.format(row[key] / units.get(key, 1)) for key, form in columns.values()))
-    console.print(table)
+    shown = ({key: value / units.get(key, 1) for key, value in row.items()} for row in rows)
+    console.print(report.table(shown, columns))
 
 
 def main() -> None:
@@ -114,11 +109,11 @@ def main() -> None:
         parser.error(f"{args.text} has {len(tokens)} tokens; {total} are needed")
     console = Console(width=150)
     model = load(args.checkpoint, args.context)
-    recording = Recording(Zone(RetrievalConfig().sink_tokens, RetrievalConfig().window))
     rows = []
     # Every size has dense steps of its own.
     capacity = args.context + len(args.caches) * args.steps
     with Session(model, [args.context], [capacity], None) as dense:
+        recording = Recording(dense)
         start = time.perf_counter()
         prefill(model, [tokens[: args.context]], [dense, recording]).block_until_ready()  # type: ignore[list-item]
         console.print(f"{args.context} tokens: prefill {time.perf_counter() - start:.0f} s")
@@ -126,9 +121,7 @@ def main() -> None:
         for share in args.caches:
             rows.append(measure(model, recording, dense, share, args.context, tokens[args.context : total]))
             if args.json:
-                temporary = args.json.with_name(args.json.name + ".partial")
-                temporary.write_text(json.dumps(rows, indent=2), encoding="utf-8")
-                temporary.replace(args.json)
+                report.write(args.json, report.json_text(rows))
     show(rows, console)
 
 

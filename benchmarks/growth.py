@@ -14,11 +14,12 @@ import time
 from pathlib import Path
 
 import numpy as np
-from accuracy import EVERY, Fidelity, compare, load
+from accuracy import EVERY, Fidelity, compare
 from rich.console import Console
 from rich.table import Table
 
 import rajax
+from rajax.bench import load
 from rajax.session import Session, prefill
 
 

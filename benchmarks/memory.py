@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-from accuracy import load
 
 import rajax
+from rajax.bench import load
 from rajax.session import Session, prefill
 
 

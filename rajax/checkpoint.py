@@ -227,6 +227,11 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return {name: leaf.shape for name, leaf in _named(nnx.state(abstract_model(config)))}
 
 
+def parameters(model: Llama) -> dict[str, jax.Array]:
+    """Every parameter's name and array."""
+    return dict(_named(nnx.state(model)))
+
+
 def _named(state: Any) -> Iterator[tuple[str, Any]]:
     """The leaves of an nnx state in its order, named by their path."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:

@@ -1,4 +1,4 @@
-"""The command line: `rajax demo | convert | generate | info`."""
+"""The command line: `rajax demo | convert | generate | info | bench`."""
 
 from __future__ import annotations
 
@@ -197,6 +197,86 @@ def demo(
             from rajax import demo as demonstration
         code = demonstration.run(length, depth)
     raise typer.Exit(code)
+
+
+@app.command()
+def bench(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint that `rajax convert` made.")],
+    depth: Annotated[
+        str, typer.Option("--depth", "-d", help="Tokens of context, separated by commas.")
+    ] = "2048,8192",
+    prompt: Annotated[
+        str, typer.Option("--prompt", "-p", help="Further lengths, of which only the prefill is measured.")
+    ] = "",
+    attention: Annotated[
+        str, typer.Option(help="Dense attention and indexes: dense, scann, exact, wave.")
+    ] = "dense,scann,wave",
+    steps: Annotated[int, typer.Option(help="Decode steps, of which the median is taken.", min=1)] = 64,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text file to read. [default: some 14,000 tokens of prose that come with Python]"
+        ),
+    ] = None,
+    rope_scaling: Annotated[
+        str | None,
+        typer.Option(help="Hugging Face's rope_scaling as JSON. [default: YaRN where a depth needs it]"),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows here.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write a table in Markdown here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw time against context here, a PNG.")] = None,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Also llama.cpp and transformers, where they are installed.")
+    ] = False,
+    gguf: Annotated[
+        Path | None, typer.Option(help="The model for llama.cpp. [default: the demo model's own]")
+    ] = None,
+) -> None:
+    """Time prefill and decode at several depths, and how far from dense attention they are.
+
+    The attentions read the same text and take turns, step by step. A table goes to stdout, and files are written
+    after every depth, so that Ctrl-C loses one depth at most.
+    """
+    with _errors():
+        depths, prompts = _numbers("--depth", depth), _numbers("--prompt", prompt)
+        scaling = _parse_rope_scaling(rope_scaling)
+        with interrupt.held():
+            import rajax.bench as benchmark
+
+        request = benchmark.Request(
+            checkpoint=checkpoint,
+            depths=depths,
+            prompts=prompts,
+            attentions=list(dict.fromkeys(name.strip() for name in attention.split(","))),
+            steps=steps,
+            text=text,
+            rope_scaling=scaling,
+            dtype=dtype,
+            peers=peers,
+            gguf=gguf,
+        )
+        benchmark.check_outputs(json_file, csv_file, markdown, plot=plot)
+        rows: list[dict[str, Any]] = []
+        try:
+            for more in benchmark.run(request, _say, _progress):
+                rows += more
+                benchmark.write(rows, json_file, csv_file, markdown, plot)
+        finally:
+            if rows:
+                # Where no terminal says how wide it is, nothing is cut off.
+                out = Console(width=None if sys.stdout.isatty() else 120)
+                for table in benchmark.tables(rows):
+                    out.print(table)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Whole numbers separated by commas; none in an empty text."""
+    try:
+        return [int(part) for part in text.split(",")] if text.strip() else []
+    except ValueError:
+        raise ValueError(f"{option} must be whole numbers separated by commas, found {text!r}") from None
 
 
 def stream_answer(

@@ -117,7 +117,7 @@ def find_tensors(hf_dir: Path, config: LlamaConfig) -> dict[str, SafeTensor]:
     head: SafeTensor | None = None
     for shard in _shards(hf_dir):
         for tensor in _open_shard(shard):
-            name = _rajax_name(tensor.name)
+            name = rajax_name(tensor.name)
             if name is None:
                 raise CheckpointError(f"{shard}: extra tensor {tensor.name}, which no Llama has")
             path, transposed = name
@@ -144,7 +144,8 @@ def find_tensors(hf_dir: Path, config: LlamaConfig) -> dict[str, SafeTensor]:
     return {path: found[path] for path in expected}
 
 
-def _rajax_name(hf_name: str) -> tuple[str, bool] | None:
+def rajax_name(hf_name: str) -> tuple[str, bool] | None:
+    """RAJAX's name of a tensor and whether its axes swap; None for what no Llama has."""
     for pattern, path, transposed in TENSORS:
         if match := re.fullmatch(pattern, hf_name):
             return match.expand(path), transposed

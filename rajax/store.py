@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -202,10 +203,14 @@ class HostStore(Store):
                 continue
             for k, head in enumerate(heads):
                 q = queries[sequence, k]
+                start = time.perf_counter()
                 found = head.search(q)
+                searched = time.perf_counter()
                 part = head.attend(q, found)
                 out.numerator[sequence, k], out.denominator[sequence, k], out.max[sequence, k] = part
                 head.learn(q, found)
+                self.seconds["host_search"] += searched - start
+                self.seconds["host_attention"] += time.perf_counter() - searched
                 tail = len(q) * (head.count - head.sealed)
                 self.counters.offloaded += len(q) * head.count
                 self.counters.scanned += len(q) * found.scanned

@@ -1,15 +1,23 @@
-"""The accuracy benchmark, end to end on the demo model, small."""
+"""The benchmarks, small: on the demo model, and what those of a GPU do without one."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import jax
+import jax.numpy as jnp
 import pytest
+from cuda import lower_for_cuda
 
 from rajax.haystack import prose
+from rajax.kernels import partial_attention_reference
+from rajax.kernels.partial_attention import partial_attention_pallas
 
 COMMAND = Path(__file__).parent.parent / "benchmarks" / "accuracy.py"
 KEYS = {
@@ -78,3 +86,59 @@ def test_buffer_shows_what_a_cache_saves(smollm2_path, tmp_path):
     assert large["bytes_per_token"] < small["bytes_per_token"] < none["bytes_per_token"]
     assert small["device_kv_bytes"] < large["device_kv_bytes"]
     assert all(row["step_ms"] > 0 and row["dense_step_ms"] > 0 for row in (none, small, large))
+
+
+@pytest.fixture(scope="module")
+def device() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("device", COMMAND.with_name("device.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_device_says_where_there_is_no_gpu(device, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(sys, "argv", ["device.py", "--json", str(tmp_path / "rows.json")])
+    device.main()
+    assert "no GPU" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_device_compares_the_kernel_with_its_reference(device):
+    kernel = functools.partial(partial_attention_pallas, interpret=True)
+    assert all(error["right"] for error in device.errors(kernel, [128]))
+
+    def wrong(q, keys, values, weights):
+        return kernel(q, keys, values, weights + 0.01 * (jnp.arange(keys.shape[2]) == 0))
+
+    assert not all(error["right"] for error in device.errors(wrong, [128]))
+
+
+def test_device_times_every_attention(device):
+    rows = list(device.timings(partial_attention_reference, 1024, jnp.float32))
+    assert [row["attention"] for row in rows] == [
+        "dense, XLA",
+        "dense, kernel",
+        "static zone, kernel",
+        "static zone + summary, kernel",
+        "static zone + wave",
+    ]
+    assert rows[0]["of_dense"] == 1
+    assert rows[0]["keys_read"] == 1024
+    for row in rows:
+        assert row["median_us"] > 0
+        assert row["gb_per_s"] > 0
+
+
+def test_what_device_times_lowers_for_cuda(device, monkeypatch):
+    programs = []
+
+    def lowered(attend, q, *arrays):
+        programs.append(lower_for_cuda(attend, q, *arrays))
+        return 1.0, 0.0
+
+    monkeypatch.setattr(device, "median_us", lowered)
+    list(device.timings(partial_attention_pallas, 32768, jnp.bfloat16))
+    assert ["triton" in program for program in programs] == [False, True, True, True, True]

@@ -2,9 +2,9 @@
 
 The definitions are those of section 3 and of OpenBMB/InfiniteBench's scripts: digits, depths of calls, ranges of
 numbers, tokens to generate. The prompts are those with the beginning of an answer, which the benchmark has for models
-that are not behind an API. What differs: a synthetic text is as long as is asked for; a list of numbers has an odd length, so that its
-median is one of them; the values of an expression start with its first number, as the prompt's examples do. A text
-from a file that is too long loses its middle, as published.
+that are not behind an API. What differs: a synthetic text is as long as is asked for; a list of numbers has an odd
+length, so that its median is one of them; the values of an expression start with its first number, as the prompt's
+examples do. A text from a file that is too long loses its middle, as published.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def pass_key(draw: random.Random, size: int, length: int, index: int) -> Prompt:
     said = f"The pass key is {key}. Remember it. {key} is the pass key."
     context, depth = _hidden(draw, size, said)
     task = "Find it and memorize them. I will quiz you about the important information there."
-    text = f"There is an important info hidden inside a lot of irrelevant text. {task}\n\n{context}\n\nWhat is the pass key?"
+    text = (
+        f"There is an important info hidden inside a lot of irrelevant text. {task}\n\n{context}\n\n"
+        "What is the pass key?"
+    )
     return Prompt(text, "\n\nThe pass key is", [key], depth)
 
 
@@ -98,7 +101,9 @@ def key_value(draw: random.Random, size: int, length: int, index: int) -> Prompt
         "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
         f'{json.dumps(pairs)}\n\nKey: "{key}"'
     )
-    return Prompt(text, "\nThe value associated with the specified key is:", [value], place / max(1, size - 1))
+    return Prompt(
+        text, "\nThe value associated with the specified key is:", [value], place / max(1, size - 1)
+    )
 
 
 def _uuid(draw: random.Random) -> str:
@@ -231,15 +236,16 @@ def _chinese_book_question(context: str, row: Row) -> tuple[str, str]:
 
 def _dialogue(context: str, row: Row) -> tuple[str, str]:
     task = (
-        'Below is a dialogue script where one random occurrence of a character name is replaced with "$$MASK$$", and you '
-        "should try to guess who that character is."
+        'Below is a dialogue script where one random occurrence of a character name is replaced with "$$MASK$$", '
+        "and you should try to guess who that character is."
     )
     return f"{task}\n\n{context}", "\n\nThe name that has been replaced with $$MASK$$ is likely"
 
 
 def _debug(context: str, row: Row) -> tuple[str, str]:
     task = (
-        "Following is a Python code where exactly one of the functions/methods has a deliberate error that makes it crash."
+        "Following is a Python code where exactly one of the functions/methods has a deliberate error that makes it "
+        "crash."
     )
     return f"{task}\n\n{context}\n\nOptions:\n{_options(row)}", "\n\nThe correct option is:"
 
@@ -278,7 +284,9 @@ def _from_file(
         context = row["context"]
         if size < len(tokens):
             half = size // 2
-            context = tokenizer.decode(tokens[:half]) + tokenizer.decode(tokens[len(tokens) - (size - half) :])
+            context = tokenizer.decode(tokens[:half]) + tokenizer.decode(
+                tokens[len(tokens) - (size - half) :]
+            )
         text, prefix = ask(context, row)
         return Prompt(text, prefix, row["references"])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import random
@@ -124,7 +125,9 @@ def niah(
             f"afterwards.\n{context}\nWhat {'is' if one else 'are all'} the special magic {kind} for {query} mentioned "
             "in the provided text?"
         )
-        prefix = f" The special magic {kind} for {query} mentioned in the provided text {'is' if one else 'are'}"
+        prefix = (
+            f" The special magic {kind} for {query} mentioned in the provided text {'is' if one else 'are'}"
+        )
         depth = None
         if one:
             needle = sentences[needles.index((asked[0], references[0]))]
@@ -214,7 +217,7 @@ def _chain(draw: random.Random, lines: int, letters: int) -> tuple[Prompt, list[
         names["".join(draw.choices(string.ascii_uppercase, k=letters))] = None
     chain, value = list(names), str(draw.randrange(10_000, 100_000))
     assigned = [f"VAR {chain[0]} = {value}"]
-    assigned += [f"VAR {name} = VAR {before}" for before, name in zip(chain, chain[1:], strict=False)]
+    assigned += [f"VAR {name} = VAR {before}" for before, name in itertools.pairwise(chain)]
     places = sorted(draw.random() for _ in assigned)
     parts = [f"{NOISE}\n"] * lines
     for place, assignment in reversed(list(zip(places, assigned, strict=True))):
@@ -302,7 +305,10 @@ def question(documents: Documents, draw: random.Random, size: int, length: int, 
     chosen = own + (draw.sample(related, len(related)) + draw.sample(others, len(others)))[: size - len(own)]
     order.shuffle(chosen)
     context = "\n\n".join(f"Document {i}:\n{documents.texts[number]}" for i, number in enumerate(chosen, 1))
-    task = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+    task = (
+        "Answer the question based on the given documents. Only give me the answer and do not output any other "
+        "words."
+    )
     text = f"{task}\n\nThe following are given documents.\n\n{context}\n\n{task}\n\nQuestion: {asked}"
     return Prompt(text, " Answer:", answers)
 

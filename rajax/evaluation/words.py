@@ -15,7 +15,7 @@ ADJECTIVES = tuple(
     lucky mellow merry mild modest narrow neat new noble odd old open pale patient plain polite proud quick quiet rapid
     rare ready rich ripe rough round royal rusty salty sharp shiny short shy silent simple sleepy slow small smooth
     soft sour spicy steady steep still strange strong sunny sweet swift tall tame tender thin tidy tiny tough vast
-    velvet warm weary wet whole wide wild wise witty young""".split()
+    velvet warm weary wet whole wide wild wise witty young""".split()  # noqa: SIM905 - a list would take a line a word
 )
 NOUNS = tuple(
     """acorn anchor apple arrow aunt badge bakery bamboo banjo barrel basket beach beacon bell bench berry bishop
@@ -31,7 +31,7 @@ NOUNS = tuple(
     radish raven ribbon river robin rocket rose saddle sailor salmon scarf school shadow shell ship shore silver
     singer sister spider spoon squirrel stable statue stone storm stream sugar summer swan table tailor teacher temple
     thunder ticket tiger timber tower tractor train treasure trumpet tulip tunnel turtle umbrella valley village
-    violin wagon wallet walnut whale wheat window winter wizard wolf yard""".split()
+    violin wagon wallet walnut whale wheat window winter wizard wolf yard""".split()  # noqa: SIM905
 )
 
 

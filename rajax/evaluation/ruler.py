@@ -163,7 +163,7 @@ def _among_needles(
     """Between `size` needles of other keys."""
     places = random.Random(draw.random())
     asked = {key for key, _ in needles}
-    others = []
+    others: list[str] = []
     while len(others) < size:
         key, value = _one(draw, keys), _one(draw, values)
         if key not in asked:

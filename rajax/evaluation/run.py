@@ -232,7 +232,7 @@ class _Clock:
     def left(self) -> str:
         seconds = 0.0
         for length in self._left:
-            nearest = min(self._seconds, key=lambda measured, at=length: abs(measured - at))
+            nearest = min((abs(measured - length), measured) for measured in self._seconds)[1]
             seconds += float(np.mean(self._seconds[nearest])) * length / nearest
         minutes = round(seconds / 60)
         return f"about {minutes // 60} h {minutes % 60} min left" if self._left else "none left"

@@ -257,6 +257,8 @@ def evaluate(
             result = benchmark.run(checkpoint, options, folder, on_sample)
         answer = Console(highlight=False)
         for table in report.tables(result.records, result.rows, result.attentions):
+            # Lines that a narrow terminal breaks are better than broken cells.
+            answer.width = max(answer.width, answer.measure(table).maximum)
             answer.print(table)
         for row in result.rows:
             if "not_run" in row:

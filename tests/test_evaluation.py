@@ -337,7 +337,7 @@ def test_a_damaged_infinitebench_file_is_refused_by_line(line, message, tmp_path
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"data": 5}'])
 def test_question_files_of_another_format_are_refused(read, content, tmp_path):
     (tmp_path / "file").write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match="file is not in"):
+    with pytest.raises(ValueError, match=r"file (is not in|has no question)"):
         read(tmp_path / "file")
 
 
@@ -476,11 +476,19 @@ def test_a_run_writes_what_it_found(finished, tasks, tokenizer):
 def test_answers_are_those_of_generate(finished, checkpoint, tasks, tokenizer):
     """All attentions from one prefill say what each says by itself."""
     params = rajax.load(checkpoint)
-    record = outcomes(finished)[0]
-    sample = make(tasks["niah_single_1"], 1100, 0, seed=0, tokenizer=tokenizer, chat=True)
-    for name, retrieval in loop.parse_attentions(ATTENTION).items():
-        alone = rajax.generate(params, sample.tokens, max_new_tokens=128, retrieval=retrieval)
-        assert tokenizer.decode(alone.tokens[0]) == record["attentions"][name]["answer"]
+    recorded = outcomes(finished)[0]["attentions"]
+    tokens = make(tasks["niah_single_1"], 1100, 0, seed=0, tokenizer=tokenizer, chat=True).tokens
+    attentions = loop.parse_attentions(ATTENTION)
+    alone = {
+        name: rajax.generate(params, tokens, max_new_tokens=128, retrieval=retrieval).tokens[0]
+        for name, retrieval in attentions.items()
+    }
+    for name in ("dense", RETRIEVAL[0]):
+        assert tokenizer.decode(alone[name]) == recorded[name]["answer"]
+    # Beside another index, "wave" learns from a slightly different sample of queries.
+    pair = {name: attentions[name] for name in ("dense", RETRIEVAL[1])}
+    for name, answer, _ in loop.answers(params, tokens, 128, pair):
+        assert answer.tokens[0] == alone[name]
 
 
 def test_an_interrupted_run_resumed_finds_the_same(finished, checkpoint, tmp_path, monkeypatch):
@@ -623,7 +631,7 @@ def test_the_table_on_a_case_made_by_hand():
     rows = report.summarize("ruler", records, ["dense", "scann"], {})
     assert [row["score"] for row in rows] == [100, 75, 50, 50]
     assert rows[1]["difference"] == -25
-    assert -60 < rows[1]["low"] < -25 < rows[1]["high"] <= 0
+    assert -70 < rows[1]["low"] < -25 < rows[1]["high"] <= 0
     assert (rows[3]["low"], rows[3]["high"]) == (0, 0)
     mean = report.mean_row(records, rows, 4096, "scann")
     assert (mean["score"], mean["difference"], mean["samples"]) == (62.5, -12.5, 12)

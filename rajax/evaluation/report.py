@@ -189,7 +189,8 @@ def pictures(records: Sequence[Record], rows: Sequence[Row], attentions: Sequenc
     import matplotlib
 
     matplotlib.use("Agg")
-
+    if all(row["score"] is None for row in rows):
+        return {}
     drawn = {"Needle depth × length": _heat_maps(records, attentions)}
     drawn["Score against length"] = _by_length(records, rows, attentions)
     drawn["Score against keys scanned"] = _by_keys(records, rows, attentions)

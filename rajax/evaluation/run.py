@@ -293,6 +293,9 @@ def answers(
 ) -> Iterator[tuple[str, Generation | Exception, float]]:
     """The greedy answers to a prompt that is prefilled once.
 
+    All attentions learn from the same sample of the prompt's queries, that of the smallest window among them. With
+    index="wave", whose window is larger, clusters may so differ a little from those that it would form alone.
+
     Args:
       model: the model.
       prompt: tokens.

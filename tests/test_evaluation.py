@@ -605,6 +605,15 @@ def test_bad_options_are_refused_before_anything_is_written(options, words, chec
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("content", "message"), [(b" \n", "has no words"), (b"\xff", "is not UTF-8 text")])
+def test_a_haystack_without_words_is_refused(content, message, checkpoint, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_bytes(content)
+    refused(
+        run("eval", checkpoint, "--haystack", file, "--out", tmp_path / "run"), f"--haystack {file}", message
+    )
+
+
 def test_tasks_that_cannot_run_are_told(checkpoint):
     _, not_run = ruler.tasks("Some words.")
     assert not_run == {"qa_1": "needs --squad FILE", "qa_2": "needs --hotpotqa FILE"}

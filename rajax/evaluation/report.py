@@ -141,7 +141,7 @@ def page(
     )
     for length in dict.fromkeys(record["length"] for record in records):
         head, *lines = _cells(records, rows, attentions, length)
-        parts.append(f"<h2>{length:,} tokens</h2><table>{_html_row('th', head)}")
+        parts.append(f'<h2>{length:,} tokens</h2><table class="scores">{_html_row("th", head)}')
         parts += [_html_row("td", line) for line in lines]
         parts.append("</table>")
     idle = [row for row in rows if "not_run" in row]
@@ -172,7 +172,7 @@ def page(
     style = (
         "body{font-family:sans-serif;margin:2em;max-width:75em}table{border-collapse:collapse}"
         "td,th{border:1px solid #ccc;padding:.2em .6em;text-align:right}"
-        "td:first-child,th:first-child{text-align:left}tr:last-child{font-weight:bold}img{max-width:100%}"
+        "td:first-child,th:first-child{text-align:left}.scores tr:last-child{font-weight:bold}img{max-width:100%}"
     )
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
@@ -255,8 +255,8 @@ def _by_keys(records: Sequence[Record], rows: Sequence[Row], attentions: Sequenc
             ]
             offloaded = sum(statistics["keys_offloaded"] for statistics in used)
             score = mean_row(records, rows, length, attention)["score"]
-            if score is not None and (offloaded or attention == DENSE):
-                scanned = sum(statistics["keys_scanned"] for statistics in used)
+            scanned = sum(statistics["keys_scanned"] for statistics in used)
+            if score is not None and (scanned or attention == DENSE):
                 points.append((100 * scanned / offloaded if offloaded else 100.0, score, length))
         if points:
             axis.plot([p[0] for p in points], [p[1] for p in points], marker="o", label=attention)
@@ -264,7 +264,12 @@ def _by_keys(records: Sequence[Record], rows: Sequence[Row], attentions: Sequenc
                 axis.annotate(
                     f"{length:,}", (share, score), fontsize=7, xytext=(3, 3), textcoords="offset points"
                 )
-    axis.set(xlabel="keys scanned, % of the offloaded", ylabel="mean score of the tasks", ylim=(0, 102))
+    axis.set(
+        xscale="log",
+        xlabel="keys scanned (wave: clusters ranked), % of the offloaded",
+        ylabel="mean score of the tasks",
+        ylim=(0, 102),
+    )
     axis.grid(visible=True, alpha=0.3)
     axis.legend()
     return _png(figure)

@@ -84,7 +84,7 @@ def run(checkpoint: Path, options: Options, out: Path, on_sample: Callable[[int,
         )
     tokenizer = load_tokenizer(checkpoint)
     chat = options.chat and tokenizer.chat_template is not None
-    haystack = options.haystack.read_text(encoding="utf-8") if options.haystack else prose()
+    haystack = _prose(options.haystack) if options.haystack else prose()
     tasks, not_run = _tasks(options, haystack, tokenizer)
     for task in tasks:
         for length in lengths:
@@ -130,6 +130,16 @@ def run(checkpoint: Path, options: Options, out: Path, on_sample: Callable[[int,
     title = f"{options.suite} on {checkpoint.resolve().name}"
     write(out / PAGE, report.page(title, settings, records, rows, list(attentions)))
     return Result(records, rows, list(attentions))
+
+
+def _prose(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--haystack {file} is not UTF-8 text: {error}") from error
+    if not text.split():
+        raise ValueError(f"--haystack {file} has no words")
+    return text
 
 
 def _lengths(text: str) -> list[int]:

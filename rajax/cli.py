@@ -1,4 +1,4 @@
-"""The command line: `rajax demo | convert | generate | info | bench`."""
+"""The command line: `rajax demo | convert | generate | info | bench | eval | perplexity`."""
 
 from __future__ import annotations
 
@@ -182,6 +182,140 @@ def generate(
         _say("interrupted", "yellow")
         raise typer.Exit(INTERRUPTED)
     _say(summary(answer[1], len(tokens)))
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint that `rajax convert` made.")],
+    suite: Annotated[str, typer.Option(help="ruler or infinitebench.")] = "ruler",
+    lengths: Annotated[
+        str, typer.Option(help="Tokens of a sample, answer included; several with commas.")
+    ] = "4096",
+    samples: Annotated[int, typer.Option(help="Samples of each task and length.", min=1)] = 10,
+    attention: Annotated[
+        str,
+        typer.Option(
+            help="What to compare: dense, scann, exact, wave; settings follow with colons, as in scann:top_k=64."
+        ),
+    ] = "dense,scann,wave",
+    tasks: Annotated[str | None, typer.Option(help="Tasks, with commas. [default: all that can run]")] = None,
+    haystack: Annotated[
+        Path | None,
+        typer.Option(help="A text to hide needles in. [default: prose that comes with Python]"),
+    ] = None,
+    squad: Annotated[Path | None, typer.Option(help="A file in SQuAD's format, for RULER's qa_1.")] = None,
+    hotpotqa: Annotated[
+        Path | None, typer.Option(help="A file in HotpotQA's format, for RULER's qa_2.")
+    ] = None,
+    infinitebench: Annotated[
+        Path | None, typer.Option(help="A folder with ∞-Bench's files, for the tasks that are not synthetic.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the samples.", min=0)] = 0,
+    chat: Annotated[
+        bool, typer.Option(help="Put prompts into the checkpoint's chat template, where it has one.")
+    ] = True,
+    rope_scaling: Annotated[
+        str | None,
+        typer.Option(
+            help='Hugging Face\'s rope_scaling as JSON, e.g. \'{"rope_type": "yarn", "factor": 4}\'.'
+        ),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The run's folder; a run that was interrupted goes on. [default: eval-CHECKPOINT]"),
+    ] = None,
+) -> None:
+    """Score a checkpoint on RULER or ∞-Bench, dense attention beside retrieval."""
+    with _errors():
+        scaling = _parse_rope_scaling(rope_scaling)
+        with interrupt.held():
+            from rajax.evaluation import report
+            from rajax.evaluation import suite as benchmark
+        options = benchmark.Options(
+            suite=suite,
+            lengths=lengths,
+            samples=samples,
+            attention=attention,
+            tasks=tasks,
+            haystack=haystack,
+            squad=squad,
+            hotpotqa=hotpotqa,
+            infinitebench=infinitebench,
+            seed=seed,
+            chat=chat,
+            rope_scaling=scaling,
+            dtype=dtype,
+        )
+        folder = out or Path(f"eval-{checkpoint.resolve().name}")
+        with _progress("evaluating", "samples") as advance:
+
+            def on_sample(done: int, total: int, line: str) -> None:
+                advance(done, total)
+                _say(f"{done}/{total}: {line}")
+
+            result = benchmark.run(checkpoint, options, folder, on_sample)
+        answer = Console(highlight=False)
+        for table in report.tables(result.records, result.rows, result.attentions):
+            # Lines that a narrow terminal breaks are better than broken cells.
+            answer.width = max(answer.width, answer.measure(table).maximum)
+            answer.print(table)
+        for row in result.rows:
+            if "not_run" in row:
+                _say(f"not run: {row['task']} {row['not_run']}")
+        _say(f"{folder / benchmark.PAGE}, {folder / benchmark.SUMMARY}")
+        if result.failed:
+            _fail(
+                f"{result.failed} samples failed; {folder / benchmark.PAGE} lists them, and a new run tries them again"
+            )
+
+
+@app.command()
+def perplexity(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint that `rajax convert` made.")],
+    file: Annotated[Path, typer.Argument(help="A text file; - is stdin.")],
+    attention: Annotated[
+        str, typer.Option(help="What to compare, as for `rajax eval`.")
+    ] = "dense,scann,wave",
+    length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the text to take. [default: as many as there are positions for]", min=2),
+    ] = None,
+    prompt: Annotated[
+        int, typer.Option(help="Tokens that are prefilled; the others are decoded and count.", min=1)
+    ] = 640,
+    bucket: Annotated[int, typer.Option(help="Positions of a row.", min=1)] = 1024,
+    rope_scaling: Annotated[
+        str | None,
+        typer.Option(
+            help='Hugging Face\'s rope_scaling as JSON, e.g. \'{"rope_type": "yarn", "factor": 4}\'.'
+        ),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="A file for the rows.")] = None,
+) -> None:
+    """Perplexity of a text by context position, dense attention beside retrieval."""
+    with _errors():
+        scaling = _parse_rope_scaling(rope_scaling)
+        text = _prompt_text(None, file)
+        with interrupt.held():
+            import rajax.checkpoint
+            import rajax.tokenizer
+            from rajax.evaluation import perplexity as measure
+            from rajax.evaluation.run import parse_attentions, write
+        attentions = parse_attentions(attention)
+        tokens = rajax.load_tokenizer(checkpoint).encode(text)
+        if length is not None and length > len(tokens):
+            raise ValueError(f"--length {length} is more than the {len(tokens)} tokens of {file}")
+        params = rajax.load(checkpoint, dtype=dtype, rope_scaling=scaling)
+        tokens = tokens[: length or params.config.max_positions]
+        with _progress("decoding", "tokens") as advance:
+            rows = measure.perplexity(
+                params, tokens, attentions, prompt=prompt, bucket=bucket, on_step=advance
+            )
+        if json_file is not None:
+            write(json_file, json.dumps(rows, indent=2) + "\n")
+        Console(highlight=False).print(measure.table(rows))
 
 
 @app.command()

@@ -353,60 +353,100 @@ def _decode(
     key: jax.Array,
     on_prefill: OnPrefill | None,
 ) -> Generator[tuple[int, int], None, Generation]:
-    """The loop over tokens."""
-    batch = len(prompts)
-    answers: list[list[int]] = [[] for _ in prompts]
-    reasons: list[str | None] = [None] * batch
-    seen = _seen(prompts, params.config.vocab_size if sampling.repetition_penalty != 1 else 0)
-
+    """A request from its prompts to its answers."""
     start = time.perf_counter()
     lengths = [len(p) for p in prompts]
     with Session(params, lengths, [n + max_new_tokens for n in lengths], retrieval) as session:
-        next_logits = prefill(params, prompts, [session], on_prefill).block_until_ready()
+        first = prefill(params, prompts, [session], on_prefill).block_until_ready()
         index_s = session.finish_prefill()
         prefill_s = time.perf_counter() - start
-        ttft_s = 0.0
-        step_seconds: list[float] = []
-        chosen = np.zeros(batch, np.int32)
-        for step in range(max_new_tokens):
-            begin = time.perf_counter()
-            if step:
-                next_logits = session.step(chosen)
-            device_tokens, seen = sample(next_logits, seen, key, np.int32(step), sampling=sampling)
-            chosen = np.asarray(device_tokens)
-            for row in range(batch):
-                if chosen[row] == NOT_FINITE and reasons[row] is None:
-                    raise FloatingPointError(
-                        f"the logits of sequence {row} are not finite after {len(answers[row])} new tokens: the "
-                        "weights are damaged, or overflow in this dtype; try dtype='float32'"
-                    )
-            now = time.perf_counter()
-            if step:
-                step_seconds.append(now - begin)
-            else:
-                ttft_s = now - start
-            fresh = [row for row in range(batch) if reasons[row] is None]
-            for row in fresh:
-                token = int(chosen[row])
-                answers[row].append(token)
-                if token in stops:
-                    reasons[row] = "stop"
-                    session.end(row)
-            for row in fresh:
-                yield row, int(chosen[row])
-            if all(reasons):
-                break
-        store = session.store
-        statistics = Statistics(
-            prefill_s=prefill_s,
-            index_s=index_s,
-            ttft_s=ttft_s,
-            decode_s=sum(step_seconds),
-            first_step_s=step_seconds[0] if step_seconds else 0.0,
-            decode_steps=len(step_seconds),
-            device_kv_bytes=session.device_bytes,
-            **(store.statistics() if store else {}),
+        return (
+            yield from decode(
+                session,
+                prompts,
+                first,
+                max_new_tokens,
+                sampling=sampling,
+                stops=stops,
+                key=key,
+                prefill_s=prefill_s,
+                index_s=index_s,
+            )
         )
+
+
+def decode(
+    session: Session,
+    prompts: Sequence[np.ndarray],
+    next_logits: jax.Array,
+    max_new_tokens: int,
+    *,
+    sampling: Sampling,
+    stops: frozenset[int],
+    key: jax.Array,
+    prefill_s: float,
+    index_s: float,
+) -> Generator[tuple[int, int], None, Generation]:
+    """The loop over tokens: the answers of a session that has finished its prefill.
+
+    Args:
+      session: of the prompts.
+      prompts: B arrays [T].
+      next_logits: [B, V], those after the prompts.
+      max_new_tokens: tokens to make per sequence at most.
+      sampling: how a token is chosen.
+      stops: tokens that end a sequence.
+      key: a JAX random key.
+      prefill_s, index_s: for the statistics.
+
+    Yields:
+      (sequence, token); the generator's return value is the `Generation`.
+
+    Raises:
+      As `generate`.
+    """
+    batch = len(prompts)
+    answers: list[list[int]] = [[] for _ in prompts]
+    reasons: list[str | None] = [None] * batch
+    seen = _seen(prompts, session.config.vocab_size if sampling.repetition_penalty != 1 else 0)
+    # Of the first token, which takes no step, and of each step.
+    seconds: list[float] = []
+    chosen = np.zeros(batch, np.int32)
+    for step in range(max_new_tokens):
+        begin = time.perf_counter()
+        if step:
+            next_logits = session.step(chosen)
+        device_tokens, seen = sample(next_logits, seen, key, np.int32(step), sampling=sampling)
+        chosen = np.asarray(device_tokens)
+        for row in range(batch):
+            if chosen[row] == NOT_FINITE and reasons[row] is None:
+                raise FloatingPointError(
+                    f"the logits of sequence {row} are not finite after {len(answers[row])} new tokens: the "
+                    "weights are damaged, or overflow in this dtype; try dtype='float32'"
+                )
+        seconds.append(time.perf_counter() - begin)
+        fresh = [row for row in range(batch) if reasons[row] is None]
+        for row in fresh:
+            token = int(chosen[row])
+            answers[row].append(token)
+            if token in stops:
+                reasons[row] = "stop"
+                session.end(row)
+        for row in fresh:
+            yield row, int(chosen[row])
+        if all(reasons):
+            break
+    store = session.store
+    statistics = Statistics(
+        prefill_s=prefill_s,
+        index_s=index_s,
+        ttft_s=prefill_s + seconds[0],
+        decode_s=sum(seconds[1:]),
+        first_step_s=seconds[1] if len(seconds) > 1 else 0.0,
+        decode_steps=len(seconds) - 1,
+        device_kv_bytes=session.device_bytes,
+        **(store.statistics() if store else {}),
+    )
     return Generation(answers, [reason or "length" for reason in reasons], statistics)
 
 

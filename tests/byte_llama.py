@@ -1,9 +1,10 @@
-"""A tiny Hugging Face Llama whose tokens are bytes, so that any text will do."""
+"""A tiny Hugging Face Llama on disk whose tokens are bytes."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -25,8 +26,8 @@ CONFIG = {
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 
 
-def write_hf_directory(path: Path) -> None:
-    """Writes its config, tokenizer and random weights into a new directory."""
+def save(path: Path, **settings: Any) -> Path:
+    """Writes the directory, with CONFIG and what `settings` change in it."""
     path.mkdir()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
@@ -35,7 +36,7 @@ def write_hf_directory(path: Path) -> None:
     backend.add_special_tokens(["<|begin|>", "<|end|>"])
     backend.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "config.json").write_text(json.dumps(CONFIG | settings))
     draw = np.random.RandomState(0)
     tensors = {"model.embed_tokens.weight": draw.standard_normal((258, 32)), "model.norm.weight": np.ones(32)}
     for layer in range(2):
@@ -53,3 +54,4 @@ def write_hf_directory(path: Path) -> None:
         for name in ("input", "post_attention"):
             tensors[f"{at}.{name}_layernorm.weight"] = np.ones(32)
     save_file({n: t.astype(np.float32) for n, t in tensors.items()}, path / "model.safetensors")
+    return path

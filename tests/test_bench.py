@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from byte_llama import write_hf_directory
+from byte_llama import save
 from typer.testing import CliRunner, Result
 
 import rajax
@@ -29,7 +29,7 @@ KEYS = {
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("bench")
-    write_hf_directory(path / "hf")
+    save(path / "hf")
     convert(path / "hf", path / "tiny")
     return path / "tiny"
 

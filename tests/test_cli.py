@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from byte_llama import CONFIG, write_hf_directory
+from byte_llama import CONFIG, save
 from typer.testing import CliRunner, Result
 
 import rajax
@@ -28,9 +28,7 @@ LONG = "".join(np.random.RandomState(0).choice(list("abc d"), 1000))
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory) -> Path:
     """A tiny Hugging Face directory whose tokens are bytes."""
-    path = tmp_path_factory.mktemp("cli") / "hf"
-    write_hf_directory(path)
-    return path
+    return save(tmp_path_factory.mktemp("cli") / "hf")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +61,10 @@ def answer(checkpoint: Path, prompt: str, count: int) -> str:
 # --- help, convert, info
 
 
-@pytest.mark.parametrize("command", [[], ["convert"], ["info"], ["generate"], ["demo"], ["bench"]])
+@pytest.mark.parametrize(
+    "command",
+    [[], ["convert"], ["info"], ["generate"], ["bench"], ["eval"], ["perplexity"], ["demo"]],
+)
 def test_every_command_has_help(command):
     result = run(*command, "--help")
     assert result.exit_code == 0

@@ -5,8 +5,8 @@ memory that the host has anyway: nothing is gathered, and what weighs next to no
 at its first call for a head dim and keeps the result on disk. It runs without Python's lock, so that threads can take
 heads each.
 
-Letters: `K` key/value heads, each in `HALVES`, `G` query heads per key/value head, `S` keys, `C` clusters, `R` clusters retrieved at
-most, `H` head dim.
+Letters: `K` key/value heads, each in `HALVES`, `G` query heads per key/value head, `S` keys, `C` clusters of a half,
+`R` clusters retrieved at most, `H` head dim.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _choose(ranks, held, share, top_p, least, most, ids):
 
 @njit(fastmath=FAST, inline="always")
 def _scores(queries, g, keys, start, stop, scores, shift, width):
-    """Writes the scores of keys start .. stop of [S, H] with query heads g .. g + 3 to scores [G, *] from `shift` on."""
+    """Writes scores of keys start .. stop of [S, H] with query heads g .. g + 3 to scores [G, *] from `shift` on."""
     for j in range(start, stop):
         s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
         for h in range(width):
@@ -170,7 +170,7 @@ def _touch(context, a, row, column):
 def _touch_rows(a, start, stop, width):
     for row in range(start, stop):
         for column in range(0, width, CACHE_LINE // a.itemsize):
-            _touch(a, row, column)
+            _touch(a, row, column)  # type: ignore[call-arg]
 
 
 @intrinsic
@@ -234,7 +234,7 @@ def compiled(width: int) -> Callable[..., None]:
         """
         groups, real = out.shape[1], queries.shape[1]
         for k in range(first, last):
-            began = _cycles()
+            began: Any = _cycles()  # type: ignore[call-arg]
             # What lies past the last cluster stays 0, for `_add` to read.
             weights = np.zeros((real, clusters + TOGETHER), np.float32)
             tops = np.full(groups, -np.inf, np.float32)

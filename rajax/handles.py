@@ -17,7 +17,7 @@ class Store:
 
     def __init__(self) -> None:
         self._failure: BaseException | None = None
-        self.seconds: collections.Counter[str] = collections.Counter()
+        self.seconds: dict[str, float] = collections.defaultdict(float)
         """What the host path spent its time on, in seconds: "host_search" and "host_attention"."""
         with _lock:
             self.handle = next(_numbers)

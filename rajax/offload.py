@@ -91,15 +91,11 @@ def offload(
     if max(capacity) <= retrieval.zone_size:
         return None
     kind: type[Searched] | type[BufferedWave] | type[HostWave]
-    if INDEXES[retrieval.index]:
-        kind = Searched
-    else:
-        kind = BufferedWave if _buffered(retrieval) else HostWave
+    kind = Searched if INDEXES[retrieval.index] else _wave(retrieval)
     return kind(retrieval, config, dtype, lengths, capacity)
 
 
-def _buffered(retrieval: RetrievalConfig) -> bool:
-    """Whether the device ranks clusters and keeps hot ones, or the host attends to them."""
-    if retrieval.wave_buffer is not None:
-        return retrieval.wave_buffer
-    return jax.default_backend() != "cpu"
+def _wave(retrieval: RetrievalConfig) -> type[BufferedWave] | type[HostWave]:
+    """Where clusters are ranked: on the device, which keeps hot ones, or on the host, where they lie."""
+    on_device = jax.default_backend() != "cpu" if retrieval.wave_buffer is None else retrieval.wave_buffer
+    return BufferedWave if on_device else HostWave

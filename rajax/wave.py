@@ -74,11 +74,11 @@ class Wave(abc.ABC):
         new_tokens = max(c - n for n, c in zip(lengths, capacity, strict=True))
         self.zone = Zone(retrieval.sink_tokens, retrieval.window + min(rounded(new_tokens), rounded(room)))
         self.starts = np.array([max(self.zone.sinks, n - retrieval.window) for n in lengths], np.int32)
-        units = max((c - n) // self.unit for n, c in zip(lengths, capacity, strict=True))
+        self.units = max((c - n) // self.unit for n, c in zip(lengths, capacity, strict=True))
         self.whole_heads = round(retrieval.whole_heads * self.layers * self.kv_heads)
         """Places for heads that are kept whole."""
         self.unit_clusters = _most_clusters(self.unit)
-        self.grown_clusters = units * self.unit_clusters
+        """Clusters that an update makes at most; there will be `units` of them."""
         self._roots: list[list[jax.Array]] = [
             [jnp.broadcast_to(jnp.eye(self.head_dim), (self.kv_heads, self.head_dim, self.head_dim))]
             * len(lengths)
@@ -109,11 +109,8 @@ class Wave(abc.ABC):
         return sum(a.nbytes for a in jax.tree.leaves(self.state))
 
     @abc.abstractmethod
-    def begin(self, formed: dict[tuple[int, int], NewClusters], clusters: int, rule: SelectionRule) -> None:
-        """Takes the prompts' clusters over, by layer and sequence, and sets `state`.
-
-        There will never be more than `clusters` to a layer, sequence and head.
-        """
+    def begin(self, formed: dict[tuple[int, int], NewClusters], in_prompts: int, rule: SelectionRule) -> None:
+        """Takes the prompts' clusters over, by layer and sequence, at most `in_prompts` to a head, and sets `state`."""
 
     @abc.abstractmethod
     def add(self, sequence: int, first: int, formed: Sequence[NewClusters]) -> None:
@@ -159,8 +156,8 @@ class Wave(abc.ABC):
         in_prompts = max((new.sizes.shape[1] for new in formed.values()), default=0)
         most = self.max_clusters
         if self.retrieval.retrieved_share is not None:
-            most = math.ceil(self.retrieval.retrieved_share * (in_prompts + self.grown_clusters)) or 1
-        clusters = rounded(max(in_prompts + self.grown_clusters, most + 1))
+            in_all = in_prompts + self.units * self.unit_clusters
+            most = math.ceil(self.retrieval.retrieved_share * in_all) or 1
         rule = SelectionRule(
             rank_by=self.retrieval.rank_by,
             share=self.retrieval.retrieved_share,
@@ -168,7 +165,7 @@ class Wave(abc.ABC):
             least=min(self.retrieval.min_clusters, most),
             most=most,
         )
-        self.begin(formed, clusters, rule)
+        self.begin(formed, in_prompts, rule)
         self._columns = [in_prompts] * len(self._columns)
 
     # --- decode

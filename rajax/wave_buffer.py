@@ -23,7 +23,7 @@ from rajax.models import DeviceCache, LlamaConfig
 from rajax.models.wave import BLOCK_KEYS, BlockCache, Clusters, SelectionRule, WholeHead
 from rajax.retrieval import RetrievalConfig
 from rajax.shapes import bucket
-from rajax.wave import Wave, log_counts
+from rajax.wave import Wave, log_counts, rounded
 from rajax.wave_path import WavePath, WaveState, transfer_sizes
 from rajax.wave_store import WaveStore
 
@@ -51,7 +51,8 @@ class BufferedWave(Wave):
             **self.store_settings(capacity),
         )
 
-    def begin(self, formed: dict[tuple[int, int], NewClusters], clusters: int, rule: SelectionRule) -> None:
+    def begin(self, formed: dict[tuple[int, int], NewClusters], in_prompts: int, rule: SelectionRule) -> None:
+        clusters = rounded(max(in_prompts + self.units * self.unit_clusters, rule.most + 1))
         self.store.make_room(clusters)
         whole = self._keep_whole(formed)
         layers = [self._layer(layer, formed, clusters) for layer in range(self.layers)]

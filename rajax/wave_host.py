@@ -10,6 +10,7 @@ most, `H` head dim.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from rajax.kernels import Partial, merge
 from rajax.models import DeviceCache, LlamaConfig
 from rajax.models.wave import SelectionRule
 from rajax.retrieval import RetrievalConfig
-from rajax.wave import GRANULE, Wave, log_counts
+from rajax.wave import Wave, log_counts
 
 CORES = os.cpu_count() or 1
 
@@ -57,8 +58,10 @@ class HostWave(Wave):
         self.store = HostWaveStore(groups=self.groups, **self.store_settings(capacity))
         self.state = ()
 
-    def begin(self, formed: dict[tuple[int, int], NewClusters], clusters: int, rule: SelectionRule) -> None:
-        self.store.make_room(clusters, rule)
+    def begin(self, formed: dict[tuple[int, int], NewClusters], in_prompts: int, rule: SelectionRule) -> None:
+        # Each time that clusters are taken over, a half may be left with an empty place.
+        places = -(-in_prompts // HALVES) + self.units * (1 + self.unit_clusters // HALVES)
+        self.store.make_room(places, rule)
         batch = len(self.starts)
         misjudged = np.zeros((batch, self.layers, self.kv_heads))
         for (layer, sequence), new in formed.items():
@@ -69,8 +72,8 @@ class HostWave(Wave):
                 np.arange(misjudged[sequence].size).reshape(self.layers, -1), worst
             )
             for layer in range(self.layers):
-                if new := formed.get((layer, sequence)):
-                    self._adopt(layer, sequence, new, whole[layer])
+                if (layer, sequence) in formed:
+                    self._adopt(layer, sequence, formed[layer, sequence], whole[layer])
 
     def add(self, sequence: int, first: int, formed: Sequence[NewClusters]) -> None:
         for layer, new in enumerate(formed):
@@ -97,15 +100,15 @@ class LayerClusters:
 
     Args:
       blocks: the keys and values.
-      clusters: the most that there will be to a head.
+      places: the most clusters that there will be to half a head.
       rule: how many a step retrieves, and by what order.
     """
 
-    def __init__(self, blocks: Blocks, clusters: int, rule: SelectionRule):
+    def __init__(self, blocks: Blocks, places: int, rule: SelectionRule):
         heads, _, width = blocks.keys.shape
         self.rule = rule
-        # Each time that clusters are taken over a half may be left with one place empty.
-        shape = HALVES * heads, -(-clusters // HALVES) + clusters // GRANULE
+        # Compiled code may read, though not use, as many more as it reads together.
+        shape = HALVES * heads, places + TOGETHER
         self.means = np.zeros((*shape, width), blocks.keys.dtype)
         self.mean_values = np.zeros_like(self.means)
         self.log_masses = np.full(shape, -np.inf, np.float32)
@@ -123,6 +126,7 @@ class LayerClusters:
         self._settings = share, rule.top_p, -(-rule.least // HALVES), -(-rule.most // HALVES)
         self.used = 0
         """Places taken so far in each half."""
+        self._dealt = 0
         self.held = 0
         """Keys in clusters, of all heads together."""
         self.ranked = 0
@@ -130,13 +134,21 @@ class LayerClusters:
 
     def adopt(self, new: NewClusters, corrections: np.ndarray, whole: np.ndarray) -> None:
         """Takes clusters over; heads that are `whole` [K] attend to all their keys instead."""
-        here = slice(self.used, self.used + -(-new.sizes.shape[1] // HALVES))
-        self.means[:, here], self.mean_values[:, here] = _halves(new.means), _halves(new.mean_values)
+        # The next half's turn: neither may get more than the other.
+        first, number = self._dealt % HALVES, new.sizes.shape[1]
+        self._dealt += number
+        here = slice(self.used, self.used + -(-(first + number) // HALVES))
+        # Compiled code checks no bounds.
+        assert here.stop + TOGETHER <= self.sizes.shape[1], "more clusters than there is room for"
+        self.means[:, here], self.mean_values[:, here] = (
+            _halves(new.means, first),
+            _halves(new.mean_values, first),
+        )
         masses = np.where(whole[:, None], -np.inf, log_counts(new.sizes) + corrections)
-        self.log_masses[:, here] = _halves(masses, empty=-np.inf)
+        self.log_masses[:, here] = _halves(masses, first, -np.inf)
         if self.rule.rank_by == "spread":
-            self.importances[:, here] = _halves(new.spreads)
-        self.starts[:, here], self.sizes[:, here] = _halves(new.starts), _halves(new.sizes)
+            self.importances[:, here] = _halves(new.spreads, first)
+        self.starts[:, here], self.sizes[:, here] = _halves(new.starts, first), _halves(new.sizes, first)
         for k in np.flatnonzero(whole).tolist():
             ends = int(new.sizes[k].sum()) * np.arange(HALVES + 1) // HALVES
             self.whole[HALVES * k : HALVES * (k + 1)] = np.stack([ends[:-1], ends[1:]], axis=1)
@@ -160,17 +172,18 @@ class LayerClusters:
 
         threads = min(len(out), CORES) if self.means.size >= WORTH_A_THREAD else 1
         ends = [len(out) * i // threads for i in range(threads + 1)]
-        others = [workers.submit(some, *span) for span in zip(ends[1:-1], ends[2:], strict=True)]
-        some(0, ends[1])
+        mine, *spans = itertools.pairwise(ends)
+        others = [workers.submit(some, *span) for span in spans]
+        some(*mine)
         for other in others:
             other.result()
         return counts
 
 
-def _halves(a: np.ndarray, empty: float = 0) -> np.ndarray:
-    """Clusters [K, c, ...] dealt out to the halves of their heads, [2 K, c / 2, ...]."""
-    odd = -a.shape[1] % HALVES
-    a = np.pad(a, ((0, 0), (0, odd), *((0, 0),) * (a.ndim - 2)), constant_values=empty)
+def _halves(a: np.ndarray, first: int, empty: float = 0) -> np.ndarray:
+    """Clusters [K, c, ...] dealt out to the halves of their heads, [2 K, c / 2, ...], half `first` first."""
+    missing = -(a.shape[1] + first) % HALVES
+    a = np.pad(a, ((0, 0), (first, missing), *((0, 0),) * (a.ndim - 2)), constant_values=empty)
     dealt = a.reshape(len(a), -1, HALVES, *a.shape[2:]).swapaxes(1, 2)
     return dealt.reshape(HALVES * len(a), -1, *a.shape[2:])
 
@@ -208,12 +221,12 @@ class HostWaveStore(ClusterStore):
         self._workers = ThreadPoolExecutor(CORES, thread_name_prefix="rajax-attend")
         super().__init__(**store)
 
-    def make_room(self, clusters: int, rule: SelectionRule) -> None:
-        """Makes room for so many clusters per layer, sequence and head."""
-        self.layers = [[LayerClusters(blocks, clusters, rule) for blocks in layer] for layer in self.blocks]
+    def make_room(self, places: int, rule: SelectionRule) -> None:
+        """Makes room for so many clusters per layer, sequence and half head."""
+        self.layers = [[LayerClusters(blocks, places, rule) for blocks in layer] for layer in self.blocks]
 
     def attend(self, layer: int, active: np.ndarray, queries: np.ndarray, out: np.ndarray) -> None:
-        """Writes the partials of queries [B, K, G, H] to out [B, 2 K, G, H + 2]; those of no keys where not `active`."""
+        """Writes the partials of queries [B, K, G, H] to out [B, 2 K, G, H + 2]; of no keys where not `active`."""
         for sequence, clusters in enumerate(self.layers[layer]):
             if not active[sequence] or not clusters.used:
                 no_clusters(out[sequence])

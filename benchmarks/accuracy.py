@@ -58,7 +58,7 @@ def settings() -> dict[str, RetrievalConfig]:
     for name, config in plain.items():
         both[name] = dataclasses.replace(config, summary=False)
         both[f"{name} + summary"] = config
-    bare: dict[str, Any] = {"index": "wave", "block_cache": 0.0, "whole_heads": 0.0}
+    bare: dict[str, Any] = {"index": "wave", "wave_buffer": True, "block_cache": 0.0, "whole_heads": 0.0}
     published: dict[str, Any] = {"rank_by": "estimate", "projection": False, "sink_tokens": 4, "window": 64}
     return both | {
         "wave, RetroInfer's": RetrievalConfig(**bare, **published, retrieved_share=0.018),
@@ -67,8 +67,11 @@ def settings() -> dict[str, RetrievalConfig]:
         "wave, 4.2 %": RetrievalConfig(**bare, retrieved_share=0.042),
         "wave, 4.2 % by estimate": RetrievalConfig(**bare, retrieved_share=0.042, rank_by="estimate"),
         "wave, 4.2 % by bound": RetrievalConfig(**bare, retrieved_share=0.042, rank_by="bound"),
-        "wave, 4.2 %, whole heads": RetrievalConfig(index="wave", block_cache=0.0, retrieved_share=0.042),
-        "wave": RetrievalConfig(index="wave"),
+        "wave, 4.2 %, whole heads": RetrievalConfig(
+            index="wave", wave_buffer=True, block_cache=0.0, retrieved_share=0.042
+        ),
+        "wave, buffer": RetrievalConfig(index="wave", wave_buffer=True),
+        "wave, host": RetrievalConfig(index="wave", wave_buffer=False),
     }
 
 

@@ -31,7 +31,7 @@ def measure(
     model: Llama, recording: Recording, dense: Session, share: float, context: int, tokens: np.ndarray
 ) -> dict[str, Any]:
     """One row: a size of the cache stepped through the tokens; `dense` has as many steps to go as there are tokens."""
-    config = RetrievalConfig(index="wave", block_cache=share)
+    config = RetrievalConfig(index="wave", wave_buffer=True, block_cache=share)
     with Session(model, [context], [context + len(tokens)], config) as session:
         build_s = recording.play(session)
         seconds, dense_seconds = [], []

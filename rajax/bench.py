@@ -49,7 +49,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from rajax import checkpoint as checkpoints
 from rajax import report
 from rajax.cli import format_bytes
-from rajax.haystack import prose
+from rajax.haystack import manual
 from rajax.host_path import CallbackHostPath
 from rajax.index import INDEXES
 from rajax.interrupt import interrupt
@@ -88,7 +88,7 @@ class Request:
       prompts: further lengths, of which only the prefill is measured.
       attentions: "dense" or kinds of index.
       steps: decode steps that count, per depth and attention.
-      text: a text file; None takes `haystack.prose`.
+      text: a text file; None takes `haystack.manual`.
       rope_scaling: Hugging Face's; None is YaRN where a depth needs it.
       dtype: as in `rajax.load`.
       peers: whether llama.cpp and transformers run as well.
@@ -221,7 +221,7 @@ class Recording:
 def _text_tokens(request: Request) -> np.ndarray:
     """The text's tokens [T] int32; ValueError where there are too few."""
     if request.text is None:
-        text, name = prose(), "the prose that comes with Python"
+        text, name = manual(), "the manual that comes with Python"
     else:
         try:
             text, name = request.text.read_text("utf-8"), str(request.text)

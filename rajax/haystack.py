@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import random
 import re
+import sysconfig
+from pathlib import Path
 
 from rajax.tokenizer import Tokenizer
 
@@ -43,6 +47,20 @@ def prose() -> str:
             if block[:1].isupper() and paragraph.endswith(".") and signs <= 0.03 * len(paragraph):
                 paragraphs.append(paragraph)
     return "\n".join(dict.fromkeys(paragraphs))
+
+
+def manual() -> str:
+    """All that Python carries for help(), code and grammar included, and after it its modules' own docstrings.
+
+    The longest text that comes with Python: about 140,000 of SmolLM2's tokens.
+    """
+    from pydoc_data.topics import topics
+
+    parts = [topics[name].strip() for name in sorted(topics)]
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        with contextlib.suppress(SyntaxError, UnicodeDecodeError):
+            parts.append(ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "")
+    return "\n\n".join(part for part in parts if part)
 
 
 def haystack(tokenizer: Tokenizer, length: int, *, depth: float, seed: int = 0) -> Haystack:

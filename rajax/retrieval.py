@@ -22,6 +22,7 @@ OF_WAVES = (
     "min_clusters",
     "max_clusters",
     "rank_by",
+    "host_dtype",
     "wave_buffer",
     "block_cache",
     "whole_heads",
@@ -58,6 +59,7 @@ class RetrievalConfig:
       wave_buffer: with "wave", who ranks clusters and attends. True: the device, which has their means and a cache of
         hot ones, and is handed the others (RetroInfer, section 4.3). False: the host, where they lie, in compiled
         code. None, the default: the host where the device is a CPU, whose memory is the host's; elsewhere the device.
+      host_dtype: with "wave", of keys, values and means in host memory: "bfloat16" or "float32".
       block_cache: with such a buffer, the size of the device's cache of hot clusters, as a share of the KV; 0.05 as in
         RetroInfer, section 4.3.
       whole_heads: with "wave", the share of all KV heads that stay on the device whole: those for which the
@@ -73,7 +75,6 @@ class RetrievalConfig:
         are fewer than 8,192 keys.
       routes: the known queries nearest to a query whose keys are looked at as well; 0 does without. None, the
         default, lets each head choose, likewise.
-      host_dtype: of keys and values in host memory, "bfloat16" or "float32".
       projection: whether ScaNN may index the keys in coordinates that the prompt's queries shape, where a head
         finds more that way. With "wave", whether clusters are formed in those coordinates, finer where the prompt's
         queries looked; without, by RetroInfer's spherical k-means of mean-centred keys.
@@ -93,6 +94,7 @@ class RetrievalConfig:
     min_clusters: int = 8
     max_clusters: int | None = None
     rank_by: str = "spread"
+    host_dtype: str = "bfloat16"
     wave_buffer: bool | None = None
     block_cache: float = 0.05
     whole_heads: float = 0.03
@@ -101,7 +103,6 @@ class RetrievalConfig:
     window: int = 512
     leaves_searched: float | None = None
     routes: int | None = None
-    host_dtype: str = "bfloat16"
     projection: bool = True
     summary: bool = True
     exact_below: int = 4096

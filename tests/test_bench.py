@@ -126,7 +126,7 @@ def test_yarn_where_the_depth_needs_it_and_no_kl_without_dense(checkpoint, tmp_p
         (["-d", "2048,many"], ["--depth must be whole numbers separated by commas", "2048,many"]),
         (["-d", ""], ["no depth to measure"]),
         (["-p", "-3"], ["a depth must be at least 1 token, found -3"]),
-        (["-d", "1000000"], [r"the prose that comes with Python has \d+ tokens, and 1000068 are needed"]),
+        (["-d", "1000000"], [r"the manual that comes with Python has \d+ tokens, and 1000068 are needed"]),
         (["-d", "100", "--rope-scaling", "yarn"], ["--rope-scaling is not JSON"]),
         (
             ["-d", "2049", "--rope-scaling", '{"rope_type": "default"}'],

@@ -36,7 +36,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_accuracy_writes_its_rows_and_its_picture(smollm2_path, tmp_path):
     text, rows, picture = tmp_path / "text.txt", tmp_path / "rows.json", tmp_path / "plot.png"
     text.write_text(prose(), encoding="utf-8")
-    chosen = ["exact 100", "exact 100 + summary", "whole + summary", "wave"]
+    chosen = ["exact 100", "exact 100 + summary", "whole + summary", "wave, buffer"]
     done = run(
         smollm2_path, "--text", text, "--contexts", 2048, "--steps", 16, "--settings", *chosen,
         "--json", rows, "--plot", picture,

@@ -41,11 +41,10 @@ def config(index: str = "scann", keys: int = ALL, **settings: Any) -> rajax.Retr
     `keys` are retrieved per query, or as many clusters as have about so many. The block cache is so small that
     it is never whole, and an answer's keys are clustered soon.
     """
-    zone: dict[str, Any] = {"sink_tokens": 3, "window": 9, "host_dtype": "float32"}
-    if index == HOST_WAVE:
-        index, zone["wave_buffer"] = "wave", False
-    elif index == "wave":
-        zone["wave_buffer"] = True
+    zone: dict[str, Any] = {"sink_tokens": 3, "window": 9}
+    if "wave" in index:
+        zone |= {"host_dtype": "float32", "wave_buffer": index != HOST_WAVE}
+        index = "wave"
     if INDEXES[index]:
         kind: dict[str, Any] = {"exact_below": 0, "leaves_searched": 1.0, "top_k": keys}
     else:

@@ -36,6 +36,7 @@ from rajax.kernels.partial_attention import BLOCK_S, partial_attention_pallas
 from rajax.models.summary import CLUSTERS, UNIT
 from rajax.models.wave import BLOCK_KEYS
 from rajax.retrieval import RetrievalConfig
+from rajax.wave_buffer import BufferedWave
 
 KV_HEADS, GROUPS, HEAD_DIM = 8, 4, 128
 REPEATS = 16
@@ -107,7 +108,7 @@ def timings(kernel: Callable[..., Partial], keys: int, dtype: Any) -> Iterator[d
     settings = RetrievalConfig()
     static = settings.zone_size
     offloaded = keys - static
-    fetched = round(settings.block_cache * keys) + settings.max_clusters * BLOCK_KEYS
+    fetched = round(settings.block_cache * keys) + BufferedWave.max_clusters * BLOCK_KEYS
 
     def dense(attention):
         return lambda q, *zone: finish(attention(q, *zone))
@@ -118,7 +119,7 @@ def timings(kernel: Callable[..., Partial], keys: int, dtype: Any) -> Iterator[d
         top = scores.max(-1)
         mass = jnp.exp(scores - top[..., None])
         rank = mass.sum(2)
-        limit = jax.lax.top_k(rank, settings.max_clusters + 1)[0][..., -1:]
+        limit = jax.lax.top_k(rank, BufferedWave.max_clusters + 1)[0][..., -1:]
         # The best are attended to exactly, and count here no more.
         mass = jnp.where((rank > limit)[:, :, None], 0, mass)
         numerator = jnp.einsum(

@@ -11,6 +11,7 @@ Letters: `K` key/value heads, each in `HALVES`, `G` query heads per key/value he
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -111,8 +112,8 @@ def _choose(ranks, held, share, top_p, least, most, ids):
 
 
 @njit(fastmath=FAST, inline="always")
-def _scores(queries, g, keys, start, stop, scores, shift, width):
-    """Writes scores of keys start .. stop of [S, H] with query heads g .. g + 3 to scores [G, *] from `shift` on."""
+def _scores(queries, g, keys, start, stop, scores, width):
+    """Writes scores of keys start .. stop of [S, H] with query heads g .. g + 3 to scores [G, *], from 0 on."""
     for j in range(start, stop):
         s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
         for h in range(width):
@@ -121,10 +122,10 @@ def _scores(queries, g, keys, start, stop, scores, shift, width):
             s1 += queries[g + 1, h] * x
             s2 += queries[g + 2, h] * x
             s3 += queries[g + 3, h] * x
-        scores[g, shift + j - start] = s0
-        scores[g + 1, shift + j - start] = s1
-        scores[g + 2, shift + j - start] = s2
-        scores[g + 3, shift + j - start] = s3
+        scores[g, j - start] = s0
+        scores[g + 1, j - start] = s1
+        scores[g + 2, j - start] = s2
+        scores[g + 3, j - start] = s3
 
 
 @njit(fastmath=FAST, inline="always")
@@ -189,7 +190,6 @@ def _cycles(context):
 def compiled(width: int) -> Callable[..., None]:
     """`_attend` for a head dim, which is compiled in: loops of a known length fill vectors."""
 
-    @njit(fastmath=FAST, nogil=True, cache=True)
     def _attend(
         first,
         last,
@@ -239,7 +239,7 @@ def compiled(width: int) -> Callable[..., None]:
             weights = np.zeros((real, clusters + TOGETHER), np.float32)
             tops = np.full(groups, -np.inf, np.float32)
             for g in range(0, real, TOGETHER):
-                _scores(queries[k // HALVES], g, means[k], 0, clusters, weights, 0, width)
+                _scores(queries[k // HALVES], g, means[k], 0, clusters, weights, width)
             ranks = np.zeros(clusters, np.float32)
             for g in range(groups):
                 row = weights[g]
@@ -300,7 +300,7 @@ def compiled(width: int) -> Callable[..., None]:
                 for tile in range(start, stop, TILE):
                     n = min(TILE, stop - tile)
                     for g in range(0, real, TOGETHER):
-                        _scores(queries[k // HALVES], g, keys[k // HALVES], tile, tile + n, scores, 0, width)
+                        _scores(queries[k // HALVES], g, keys[k // HALVES], tile, tile + n, scores, width)
                     for g in range(groups):
                         for j in range(n, TILE):
                             scores[g, j] = -np.inf
@@ -340,4 +340,18 @@ def compiled(width: int) -> Callable[..., None]:
             counts[k, 0], counts[k, 1] = chosen, attended
             counts[k, 2], counts[k, 3] = ranked - began, _cycles() - ranked
 
-    return _attend
+    function = njit(fastmath=FAST, nogil=True)(_attend)
+    # Where there is no place to write, every process compiles anew.
+    with contextlib.suppress(RuntimeError):
+        function.enable_caching()
+    return function
+
+
+def warm_up(width: int, dtype: np.dtype) -> None:
+    """Compiles `_attend` for a head dim and the keys' dtype, by a call for no heads."""
+    rows, keys = np.zeros((0, 0), np.float32), np.zeros((0, 0, width), dtype)
+    queries, numbers = np.zeros((0, 0, width), np.float32), np.zeros((0, 0), np.int32)
+    counts = np.zeros((0, 0), np.int64)
+    out = np.zeros((0, 0, 0), np.float32)
+    tables = rows, rows, numbers, numbers
+    compiled(width)(0, 0, queries, keys, keys, *tables, keys, keys, counts, 0, -1.0, 0.0, 0, 0, counts, out)

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
-from rajax.cluster_attention import HALVES, TOGETHER, compiled
+from rajax.cluster_attention import HALVES, TOGETHER, compiled, warm_up
 from rajax.clusters import Blocks, ClusterStore, NewClusters
 from rajax.handles import by_handle
 from rajax.kernels import Partial, merge
@@ -220,6 +220,9 @@ class HostWaveStore(ClusterStore):
         self.counters = HostWaveCounters()
         self._workers = ThreadPoolExecutor(CORES, thread_name_prefix="rajax-attend")
         super().__init__(**store)
+        # While the prompt is prefilled: it takes seconds where it was never done before.
+        dtype = bits(np.zeros(0, store["dtype"])).dtype
+        self._workers.submit(warm_up, store["head_dim"], dtype)
 
     def make_room(self, places: int, rule: SelectionRule) -> None:
         """Makes room for so many clusters per layer, sequence and half head."""
@@ -235,7 +238,7 @@ class HostWaveStore(ClusterStore):
             counts = clusters.attend(queries[sequence], out[sequence], self._workers)
             seconds = time.perf_counter() - start
             chosen, attended, ranking, attending = counts.sum(axis=0).tolist()
-            share = ranking / (ranking + attending)
+            share = ranking / max(1, ranking + attending)
             self.seconds["host_search"] += share * seconds
             self.seconds["host_attention"] += (1 - share) * seconds
             c = self.counters

@@ -87,7 +87,8 @@ def test_a_run_and_the_files_that_it_writes(checkpoint, tmp_path):
         assert row["spread_ms"] >= 0
         check_stages(row)
     for row in others:
-        assert 0 < row["kl"] < 0.05
+        # Random keys have no clusters.
+        assert 0 < row["kl"] < (0.5 if row["attention"] == "wave" else 0.05)
 
     with files["csv"].open(newline="") as file:
         table = list(csv.DictReader(file))

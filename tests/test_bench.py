@@ -244,7 +244,8 @@ def test_the_real_model(smollm2_path, tmp_path):
     assert rows["dense"]["kl"] == 0
     assert rows["scann"]["kl"] < 0.01
     assert rows["wave"]["kl"] < 0.05
-    assert rows["scann"]["device_bytes"] < rows["wave"]["device_bytes"] < rows["dense"]["device_bytes"]
+    for name in ("scann", "wave"):
+        assert rows[name]["device_bytes"] < 0.5 * rows["dense"]["device_bytes"]
 
 
 @pytest.mark.slow

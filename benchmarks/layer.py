@@ -26,9 +26,9 @@ from rich.console import Console
 from rajax import report
 from rajax.cluster_attention import HALVES
 from rajax.clusters import Blocks
-from rajax.kernels import Partial, finish, merge, partial_attention
+from rajax.kernels import finish, partial_attention
 from rajax.models.wave import BLOCK_KEYS, SelectionRule, second_order, spherical_labels
-from rajax.wave_host import CORES, LayerClusters
+from rajax.wave_host import CORES, LayerClusters, join_halves
 
 KV_HEADS, GROUPS, HEAD_DIM = 8, 4, 128
 RUNS = 15
@@ -105,9 +105,7 @@ def measure(count: int, seed: int) -> dict[str, Any]:
             start = time.perf_counter()
             counts = ours(i)
             ours_s.append(time.perf_counter() - start)
-            halves = (jnp.asarray(out[h::HALVES]) for h in range(HALVES))
-            parts = (Partial(half[..., :-2], half[..., -2], half[..., -1]) for half in halves)
-            got = np.asarray(finish(merge(*parts)))
+            got = np.asarray(finish(join_halves(jnp.asarray(out))))
             start = time.perf_counter()
             wanted = exact(i)
             dense_s.append(time.perf_counter() - start)

@@ -35,6 +35,14 @@ app = typer.Typer(
 messages = Console(stderr=True)
 """Everything but the answer goes to stderr, so that the answer can be piped."""
 
+# Arguments and options that several commands have.
+Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint that `rajax convert` made.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")]
+RopeScaling = Annotated[
+    str | None,
+    typer.Option(help='Hugging Face\'s rope_scaling as JSON, e.g. \'{"rope_type": "yarn", "factor": 4}\'.'),
+]
+
 INTERRUPTED = 130  # the shell's exit code for Ctrl-C
 
 
@@ -108,7 +116,7 @@ def info(
 
 @app.command()
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint that `rajax convert` made.")],
+    checkpoint: Checkpoint,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The prompt.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", "-f", help="A text file with the prompt; - is stdin.")
@@ -140,13 +148,8 @@ def generate(
     seed: Annotated[
         int | None, typer.Option(help="Makes sampling repeatable. [default: random]", min=0, max=2**32 - 1)
     ] = None,
-    rope_scaling: Annotated[
-        str | None,
-        typer.Option(
-            help='Hugging Face\'s rope_scaling as JSON, e.g. \'{"rope_type": "yarn", "factor": 4}\'.'
-        ),
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    rope_scaling: RopeScaling = None,
+    dtype: Dtype = None,
 ) -> None:
     """Continue a prompt from --prompt, --prompt-file or stdin; the answer streams to stdout."""
     with _errors():
@@ -187,7 +190,7 @@ def generate(
 
 @app.command("eval")
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint that `rajax convert` made.")],
+    checkpoint: Checkpoint,
     suite: Annotated[str, typer.Option(help="ruler or infinitebench.")] = "ruler",
     lengths: Annotated[
         str, typer.Option(help="Tokens of a sample, answer included; several with commas.")
@@ -215,13 +218,8 @@ def evaluate(
     chat: Annotated[
         bool, typer.Option(help="Put prompts into the checkpoint's chat template, where it has one.")
     ] = True,
-    rope_scaling: Annotated[
-        str | None,
-        typer.Option(
-            help='Hugging Face\'s rope_scaling as JSON, e.g. \'{"rope_type": "yarn", "factor": 4}\'.'
-        ),
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    rope_scaling: RopeScaling = None,
+    dtype: Dtype = None,
     out: Annotated[
         Path | None,
         typer.Option(help="The run's folder; a run that was interrupted goes on. [default: eval-CHECKPOINT]"),
@@ -273,7 +271,7 @@ def evaluate(
 
 @app.command()
 def perplexity(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint that `rajax convert` made.")],
+    checkpoint: Checkpoint,
     file: Annotated[Path, typer.Argument(help="A text file; - is stdin.")],
     attention: Annotated[
         str, typer.Option(help="What to compare, as for `rajax eval`.")
@@ -286,13 +284,8 @@ def perplexity(
         int, typer.Option(help="Tokens that are prefilled; the others are decoded and count.", min=1)
     ] = 640,
     bucket: Annotated[int, typer.Option(help="Positions of a row.", min=1)] = 1024,
-    rope_scaling: Annotated[
-        str | None,
-        typer.Option(
-            help='Hugging Face\'s rope_scaling as JSON, e.g. \'{"rope_type": "yarn", "factor": 4}\'.'
-        ),
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    rope_scaling: RopeScaling = None,
+    dtype: Dtype = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="A file for the rows.")] = None,
 ) -> None:
     """Perplexity of a text by context position, dense attention beside retrieval."""
@@ -303,7 +296,8 @@ def perplexity(
             import rajax.checkpoint
             import rajax.tokenizer
             from rajax.evaluation import perplexity as measure
-            from rajax.evaluation.run import parse_attentions, write
+            from rajax.evaluation.run import parse_attentions
+            from rajax.report import write
         attentions = parse_attentions(attention)
         tokens = rajax.load_tokenizer(checkpoint).encode(text)
         if length is not None and length > len(tokens):
@@ -336,7 +330,7 @@ def demo(
 
 @app.command()
 def bench(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint that `rajax convert` made.")],
+    checkpoint: Checkpoint,
     depth: Annotated[
         str, typer.Option("--depth", "-d", help="Tokens of context, separated by commas.")
     ] = "2048,8192",
@@ -357,7 +351,7 @@ def bench(
         str | None,
         typer.Option(help="Hugging Face's rope_scaling as JSON. [default: YaRN where a depth needs it]"),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    dtype: Dtype = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
     csv_file: Annotated[Path | None, typer.Option("--csv", help="Write the rows here.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write a table in Markdown here.")] = None,

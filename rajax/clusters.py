@@ -22,7 +22,7 @@ from rajax.head import check_keys
 
 @dataclasses.dataclass(frozen=True)
 class NewClusters:
-    """Clusters that were formed of keys taken in: what the device needs of them, arrays [K, c, ...].
+    """Clusters that were formed of keys taken in: what ranking needs of them, arrays [K, c, ...].
 
     `sizes` is 0 past a head's last. `popular`, [K, c] int32, has their numbers by falling importance.
     `misjudged` [K] tells how wrong their estimates are; see `Exam`.
@@ -46,7 +46,7 @@ class Exam:
       queries: [K, G, E, H] float32, scaled, E of them per query head; all see all offloaded keys.
       log_seen: [K, G, E], the logarithm of the attention mass of what is not offloaded.
       retrieved: clusters that a step retrieves.
-      corrections: [C] -> [C], what the device adds to the logarithm of an estimate for a spread.
+      corrections: [C] -> [C], what is added to the logarithm of an estimate for a spread.
     """
 
     queries: np.ndarray

@@ -49,9 +49,9 @@ class Statistics:
       keys_retrieved: those of them that attention used.
       top_k, leaves_searched, routes: what the heads searched with, mean over layers and key/value heads; where the
         configuration leaves it open, each chose for itself. None for dense attention.
-      cache_hit_ratio: with index="wave", the share of the clusters retrieved that were in the device's cache.
-      bytes_moved: with index="wave", bytes of the keys and values that decode moved from host to device.
-      evictions: with index="wave", clusters that had to leave the cache.
+      cache_hit_ratio: with the wave buffer, the share of the clusters retrieved that were in the device's cache.
+      bytes_moved: with the wave buffer, bytes of the keys and values that decode moved from host to device.
+      evictions: with the wave buffer, clusters that had to leave the cache.
       recall: mean recall@k against an exact search over the first `RetrievalConfig.recall_steps` steps.
     """
 

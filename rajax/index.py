@@ -172,4 +172,4 @@ INDEXES: dict[str, Build | None] = {
     "wave": None,
 }
 """The one registry of index kinds: name -> what builds one over a head's keys on the host, which is then searched
-(`rajax.searched`); None where the device ranks clusters and the host only hands them over (`rajax.wave`)."""
+(`rajax.searched`); None where clusters are ranked and retrieved whole (`rajax.wave`)."""

@@ -37,7 +37,7 @@ class RetrievalConfig:
 
     Attributes:
       index: the kind of index over the offloaded keys: "scann"; "exact", a scan of all of them; or "wave", RetroInfer's
-        clusters, ranked and cached on the device.
+        clusters, ranked and retrieved whole.
       top_k: offloaded keys that each query head attends to exactly. RetrievalAttention (arXiv 2409.10516, section
         4.1) takes 100. On SmolLM2 at 32,768 tokens an exact top 256 diverges from dense attention by a KL of
         0.020 where an exact top 100 does by 0.032, and the search costs more than the keys it adds.

@@ -92,6 +92,7 @@ class Wave(abc.ABC):
         self._columns = [0] * len(lengths)
         """Where each sequence's next clusters go."""
         self.state: Any = None
+        self.store = self.make_store(capacity)
 
     def store_settings(self, capacity: Sequence[int]) -> dict[str, Any]:
         """The arguments of the `ClusterStore` for sequences of so many tokens."""
@@ -107,6 +108,10 @@ class Wave(abc.ABC):
     @property
     def state_bytes(self) -> int:
         return sum(a.nbytes for a in jax.tree.leaves(self.state))
+
+    @abc.abstractmethod
+    def make_store(self, capacity: Sequence[int]) -> Any:
+        """A `ClusterStore` for sequences of so many tokens, prompt and answer together."""
 
     @abc.abstractmethod
     def begin(self, formed: dict[tuple[int, int], NewClusters], in_prompts: int, rule: SelectionRule) -> None:
@@ -170,7 +175,14 @@ class Wave(abc.ABC):
 
     # --- decode
 
-    def grow(self, cache: DeviceCache, sequence: int, length: int) -> DeviceCache:
+    def after_step(
+        self, cache: DeviceCache, outcome: Any, active: np.ndarray, lengths: np.ndarray
+    ) -> DeviceCache:
+        for sequence in np.flatnonzero(active).tolist():
+            cache = self._grow(cache, sequence, int(lengths[sequence]))
+        return cache
+
+    def _grow(self, cache: DeviceCache, sequence: int, length: int) -> DeviceCache:
         """Clusters the window's oldest keys when there are enough, a layer a step, and adopts them all at once.
 
         Which step does what depends on the text's length alone, so that two runs do the same.

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rajax.clusters import NewClusters
-from rajax.models import DeviceCache, LlamaConfig
+from rajax.models import DeviceCache
 from rajax.models.wave import BLOCK_KEYS, BlockCache, Clusters, SelectionRule, WholeHead
-from rajax.retrieval import RetrievalConfig
 from rajax.shapes import bucket
 from rajax.wave import Wave, log_counts, rounded
 from rajax.wave_path import WavePath, WaveState, transfer_sizes
@@ -34,20 +33,12 @@ class BufferedWave(Wave):
     path: Any = WavePath
     max_clusters = 40
 
-    def __init__(
-        self,
-        retrieval: RetrievalConfig,
-        config: LlamaConfig,
-        dtype: Any,
-        lengths: Sequence[int],
-        capacity: Sequence[int],
-    ):
-        super().__init__(retrieval, config, dtype, lengths, capacity)
-        self.store = WaveStore(
+    def make_store(self, capacity: Sequence[int]) -> WaveStore:
+        return WaveStore(
             groups=self.groups,
             device_dtype=self.dtype,
-            cache_blocks=-(-round(retrieval.block_cache * bucket(max(capacity))) // BLOCK_KEYS),
-            transfers=transfer_sizes(len(lengths) * self.kv_heads),
+            cache_blocks=-(-round(self.retrieval.block_cache * bucket(max(capacity))) // BLOCK_KEYS),
+            transfers=transfer_sizes(len(capacity) * self.kv_heads),
             **self.store_settings(capacity),
         )
 
@@ -137,9 +128,7 @@ class BufferedWave(Wave):
                 dataclasses.replace(c, cached=new) for c, new in zip(self.state.clusters, cached, strict=True)
             )
             self.state = dataclasses.replace(self.state, clusters=clusters, cache=blocks)
-        for sequence in np.flatnonzero(active).tolist():
-            cache = self.grow(cache, sequence, int(lengths[sequence]))
-        return cache
+        return super().after_step(cache, outcome, active, lengths)
 
     def add(self, sequence: int, first: int, formed: Sequence[NewClusters]) -> None:
         for layer, new in enumerate(formed):

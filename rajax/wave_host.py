@@ -10,6 +10,7 @@ most, `H` head dim.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import time
@@ -21,73 +22,19 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.experimental.buffer_callback import buffer_callback
 
 from rajax.cluster_attention import HALVES, TOGETHER, compiled, warm_up
 from rajax.clusters import Blocks, ClusterStore, NewClusters
 from rajax.handles import by_handle
+from rajax.host_call import filled_by_host
 from rajax.kernels import Partial, merge
-from rajax.models import DeviceCache, LlamaConfig
 from rajax.models.wave import SelectionRule
-from rajax.retrieval import RetrievalConfig
 from rajax.wave import Wave, log_counts
 
 CORES = os.cpu_count() or 1
 
 WORTH_A_THREAD = 1 << 18
 """Numbers in a layer's means from which on its heads are shared out to threads: to wake one takes 0.1 ms."""
-
-
-class HostWave(Wave):
-    """One request's clusters, all on the host; see `offload.Offload`."""
-
-    max_clusters = 96
-
-    def __init__(
-        self,
-        retrieval: RetrievalConfig,
-        config: LlamaConfig,
-        dtype: Any,
-        lengths: Sequence[int],
-        capacity: Sequence[int],
-    ):
-        if retrieval.rank_by == "bound":
-            raise ValueError("rank_by='bound' is for the device's buffer only: set wave_buffer=True")
-        super().__init__(retrieval, config, dtype, lengths, capacity)
-        self.path: Any = HostWavePath
-        self.store = HostWaveStore(groups=self.groups, **self.store_settings(capacity))
-        self.state = ()
-
-    def begin(self, formed: dict[tuple[int, int], NewClusters], in_prompts: int, rule: SelectionRule) -> None:
-        # Each time that clusters are taken over, a half may be left with an empty place.
-        places = -(-in_prompts // HALVES) + self.units * (1 + self.unit_clusters // HALVES)
-        self.store.make_room(places, rule)
-        batch = len(self.starts)
-        misjudged = np.zeros((batch, self.layers, self.kv_heads))
-        for (layer, sequence), new in formed.items():
-            misjudged[sequence, layer] = new.misjudged
-        for sequence in range(batch):
-            worst = np.argsort(-misjudged[sequence], axis=None, kind="stable")[: self.whole_heads]
-            whole = (misjudged[sequence] > 0) & np.isin(
-                np.arange(misjudged[sequence].size).reshape(self.layers, -1), worst
-            )
-            for layer in range(self.layers):
-                if (layer, sequence) in formed:
-                    self._adopt(layer, sequence, formed[layer, sequence], whole[layer])
-
-    def add(self, sequence: int, first: int, formed: Sequence[NewClusters]) -> None:
-        for layer, new in enumerate(formed):
-            self._adopt(layer, sequence, new, np.zeros(self.kv_heads, bool))
-
-    def _adopt(self, layer: int, sequence: int, new: NewClusters, whole: np.ndarray) -> None:
-        self.store.layers[layer][sequence].adopt(new, self.corrections(new.spreads), whole)
-
-    def after_step(
-        self, cache: DeviceCache, outcome: Any, active: np.ndarray, lengths: np.ndarray
-    ) -> DeviceCache:
-        for sequence in np.flatnonzero(active).tolist():
-            cache = self.grow(cache, sequence, int(lengths[sequence]))
-        return cache
 
 
 def bits(a: np.ndarray) -> np.ndarray:
@@ -196,13 +143,11 @@ class HostWaveCounters:
       offloaded: offloaded keys in clusters, per query head.
       ranked: clusters that were ranked, per query head.
       attended: keys attended to exactly, per query head.
-      chosen: clusters retrieved, per key/value head.
     """
 
     offloaded: int = 0
     ranked: int = 0
     attended: int = 0
-    chosen: int = 0
 
 
 class HostWaveStore(ClusterStore):
@@ -237,7 +182,7 @@ class HostWaveStore(ClusterStore):
             start = time.perf_counter()
             counts = clusters.attend(queries[sequence], out[sequence], self._workers)
             seconds = time.perf_counter() - start
-            chosen, attended, ranking, attending = counts.sum(axis=0).tolist()
+            _, attended, ranking, attending = counts.sum(axis=0).tolist()
             share = ranking / max(1, ranking + attending)
             self.seconds["host_search"] += share * seconds
             self.seconds["host_attention"] += (1 - share) * seconds
@@ -245,7 +190,6 @@ class HostWaveStore(ClusterStore):
             c.offloaded += self.groups * clusters.held
             c.ranked += self.groups * clusters.ranked
             c.attended += self.groups * attended
-            c.chosen += chosen
 
     def statistics(self) -> dict[str, float | None]:
         """The fields of `generation.Statistics` that the host knows."""
@@ -273,6 +217,12 @@ class HostWaveStore(ClusterStore):
         super().close()
         self._workers.shutdown()
         self.layers = []
+
+
+def join_halves(out: jax.Array) -> Partial:
+    """The partial of whole heads from what `LayerClusters.attend` wrote of their halves, [..., 2 K, G, H + 2]."""
+    halves = (out[..., i::HALVES, :, :] for i in range(HALVES))
+    return merge(*(Partial(half[..., :-2], half[..., -2], half[..., -1]) for half in halves))
 
 
 def no_clusters(out: np.ndarray) -> None:
@@ -306,40 +256,18 @@ class HostWavePath:
         numbers = jax.lax.bitcast_convert_type(queries, jnp.int32).reshape(-1)
         request = jnp.concatenate([head, lengths, numbers])
         request, _ = jax.lax.optimization_barrier((request, after))
+        batch, heads, groups, width = queries.shape
+        result = jax.ShapeDtypeStruct((batch, HALVES * heads, groups, width + 2), jnp.float32)
         with jax.named_scope("host_attention"):
-            out = _attend(request, queries.shape)
-        halves = (out[:, i::HALVES] for i in range(HALVES))
-        return merge(*(Partial(half[..., :-2], half[..., -2], half[..., -1]) for half in halves))
+            (out,) = filled_by_host(functools.partial(_answer, queries.shape), (result,), request)
+        return join_halves(out)
 
     def outcome(self) -> tuple[()]:
         """What the session has to act on after the step."""
         return ()
 
 
-def _attend(request: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The partials [B, 2 K, G, H + 2] of queries of `shape` [B, K, G, H].
-
-    On CPU the callback works on XLA's own buffers, which takes a third of the time of one that returns arrays.
-    """
-    batch, heads, groups, width = shape
-    result = jax.ShapeDtypeStruct((batch, HALVES * heads, groups, width + 2), jnp.float32)
-
-    def in_place(_, out, request):
-        _answer(np.asarray(request), shape, np.asarray(out))
-
-    def returned(request):
-        out = np.empty(result.shape, np.float32)
-        _answer(np.asarray(request), shape, out)
-        return out
-
-    return jax.lax.platform_dependent(
-        request,
-        cpu=buffer_callback(in_place, result),
-        default=lambda request: jax.pure_callback(returned, result, request, vmap_method="sequential"),
-    )
-
-
-def _answer(request: np.ndarray, shape: tuple[int, ...], out: np.ndarray) -> None:
+def _answer(shape: tuple[int, ...], request: np.ndarray, out: np.ndarray) -> None:
     # As in `host_path`: a failure is kept for the session to raise when the step is over.
     handle, layer = request[:2].tolist()
     store = by_handle(handle)
@@ -351,3 +279,40 @@ def _answer(request: np.ndarray, shape: tuple[int, ...], out: np.ndarray) -> Non
         except BaseException as failure:
             store.fail(failure)
     return no_clusters(out)
+
+
+class HostWave(Wave):
+    """One request's clusters, all on the host; see `offload.Offload`."""
+
+    path: Any = HostWavePath
+    max_clusters = 96
+
+    def make_store(self, capacity: Sequence[int]) -> HostWaveStore:
+        if self.retrieval.rank_by == "bound":
+            raise ValueError("rank_by='bound' is for the device's buffer only: set wave_buffer=True")
+        return HostWaveStore(groups=self.groups, **self.store_settings(capacity))
+
+    def begin(self, formed: dict[tuple[int, int], NewClusters], in_prompts: int, rule: SelectionRule) -> None:
+        # Each time that clusters are taken over, a half may be left with an empty place.
+        places = -(-in_prompts // HALVES) + self.units * (1 + self.unit_clusters // HALVES)
+        self.store.make_room(places, rule)
+        self.state = ()
+        batch = len(self.starts)
+        misjudged = np.zeros((batch, self.layers, self.kv_heads))
+        for (layer, sequence), new in formed.items():
+            misjudged[sequence, layer] = new.misjudged
+        for sequence in range(batch):
+            worst = np.argsort(-misjudged[sequence], axis=None, kind="stable")[: self.whole_heads]
+            whole = (misjudged[sequence] > 0) & np.isin(
+                np.arange(misjudged[sequence].size).reshape(self.layers, -1), worst
+            )
+            for layer in range(self.layers):
+                if (layer, sequence) in formed:
+                    self._adopt(layer, sequence, formed[layer, sequence], whole[layer])
+
+    def add(self, sequence: int, first: int, formed: Sequence[NewClusters]) -> None:
+        for layer, new in enumerate(formed):
+            self._adopt(layer, sequence, new, np.zeros(self.kv_heads, bool))
+
+    def _adopt(self, layer: int, sequence: int, new: NewClusters, whole: np.ndarray) -> None:
+        self.store.layers[layer][sequence].adopt(new, self.corrections(new.spreads), whole)

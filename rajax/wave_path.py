@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.buffer_callback import buffer_callback
 
 from rajax.handles import by_handle
+from rajax.host_call import filled_by_host
 from rajax.kernels import Partial, merge, no_keys
 from rajax.models.wave import (
     BLOCK_KEYS,
@@ -151,31 +151,13 @@ class WavePath:
 
 
 def _fetch(request: jax.Array, most: int, rows: int, head_dim: int, dtype: Any) -> tuple[jax.Array, ...]:
-    """The blocks that `WaveStore.fetch` finds: keys and values [P, BLOCK_KEYS, H], their rows [P] and sizes [P].
-
-    It changes nothing, so it may be repeated. On CPU, where the host's memory is the device's, it writes into XLA's
-    buffers, which takes a third of the time of a callback that returns arrays.
-    """
+    """The blocks that `WaveStore.fetch` finds: keys and values [P, BLOCK_KEYS, H], their rows [P] and sizes [P]."""
     block = jax.ShapeDtypeStruct((most, BLOCK_KEYS, head_dim), dtype)
     numbers = jax.ShapeDtypeStruct((most,), jnp.int32)
-    shapes = block, block, numbers, numbers
-
-    def in_place(_, out, request):
-        _fill(np.asarray(request), rows, *(np.asarray(a) for a in out))
-
-    def returned(request):
-        out = tuple(np.zeros(s.shape, s.dtype) for s in shapes)
-        _fill(np.asarray(request), rows, *out)
-        return out
-
-    return jax.lax.platform_dependent(
-        request,
-        cpu=buffer_callback(in_place, shapes),
-        default=lambda request: jax.pure_callback(returned, shapes, request, vmap_method="sequential"),
-    )
+    return filled_by_host(functools.partial(_fill, rows), (block, block, numbers, numbers), request)
 
 
-def _fill(request: np.ndarray, rows: int, *out: np.ndarray) -> None:
+def _fill(rows: int, request: np.ndarray, *out: np.ndarray) -> None:
     # As in `host_path`: a failure is kept for the session to raise when the step is over.
     handle, layer, first = request[:3].tolist()
     store = by_handle(handle)

@@ -18,7 +18,7 @@ from rajax.clusters import Blocks, NewClusters
 from rajax.kernels import Partial, finish, merge
 from rajax.models.wave import BLOCK_KEYS, Clusters, SelectionRule, attend_blocks, second_order, select
 from rajax.session import Session, prefill
-from rajax.wave_host import HostWaveStore, LayerClusters
+from rajax.wave_host import HostWaveStore, LayerClusters, join_halves
 
 
 def draw(seed: int, *shape: int) -> np.ndarray:
@@ -45,8 +45,7 @@ def attend(clusters: LayerClusters, queries: np.ndarray) -> tuple[Partial, np.nd
     out = np.full((HALVES * heads, groups, width + 2), np.nan, np.float32)
     with ThreadPoolExecutor(2) as workers:
         counts = clusters.attend(queries, out, workers)
-    halves = [out[i::HALVES] for i in range(HALVES)]
-    return merge(*(Partial(jnp.asarray(h[..., :-2]), h[..., -2], h[..., -1]) for h in halves)), counts
+    return join_halves(jnp.asarray(out)), counts
 
 
 def reference(

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from rajax.generation import Generation, decode
 from rajax.index import INDEXES
 from rajax.interrupt import interrupt
 from rajax.models import Llama
+from rajax.report import write
 from rajax.retrieval import RetrievalConfig
 from rajax.sampling import Sampling
 from rajax.session import Session, prefill
@@ -143,13 +143,6 @@ def _read(file: Path) -> list[Record]:
 
 def _line(record: Record) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
-
-
-def write(file: Path, content: str | bytes) -> None:
-    """Writes a file under another name first, so that no half of it is ever left behind."""
-    temporary = file.with_name(f"{file.name}.tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(temporary, file)
 
 
 def failed(record: Record) -> bool:

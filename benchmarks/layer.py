@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from rajax.cluster_attention import HALVES
 from rajax.clusters import Blocks
 from rajax.kernels import finish, partial_attention
 from rajax.models.wave import BLOCK_KEYS, SelectionRule, second_order, spherical_labels
-from rajax.wave_host import CORES, LayerClusters, join_halves
+from rajax.wave_host import LayerClusters, join_halves
 
 KV_HEADS, GROUPS, HEAD_DIM = 8, 4, 128
 RUNS = 15
@@ -94,23 +93,22 @@ def measure(count: int, seed: int) -> dict[str, Any]:
         return np.asarray(dense(queries[i][None], heads))[0]
 
     out = np.empty((HALVES * KV_HEADS, GROUPS, HEAD_DIM + 2), np.float32)
-    with ThreadPoolExecutor(CORES) as workers:
 
-        def ours(i: int) -> np.ndarray:
-            return clusters.attend(queries[i], out, workers)
+    def ours(i: int) -> np.ndarray:
+        return clusters.attend(queries[i], out)
 
-        errors, ours_s, dense_s, attended = [], [], [], []
-        for run in range(RUNS):
-            i = run % QUERIES
-            start = time.perf_counter()
-            counts = ours(i)
-            ours_s.append(time.perf_counter() - start)
-            got = np.asarray(finish(join_halves(jnp.asarray(out))))
-            start = time.perf_counter()
-            wanted = exact(i)
-            dense_s.append(time.perf_counter() - start)
-            errors.append(np.linalg.norm(got - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1))
-            attended.append(counts[:, 1].sum() / (KV_HEADS * count))
+    errors, ours_s, dense_s, attended = [], [], [], []
+    for run in range(RUNS):
+        i = run % QUERIES
+        start = time.perf_counter()
+        counts = ours(i)
+        ours_s.append(time.perf_counter() - start)
+        got = np.asarray(finish(join_halves(jnp.asarray(out))))
+        start = time.perf_counter()
+        wanted = exact(i)
+        dense_s.append(time.perf_counter() - start)
+        errors.append(np.linalg.norm(got - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1))
+        attended.append(counts[:, 1].sum() / (KV_HEADS * count))
     # The first runs compile.
     step, dense_step = np.median(ours_s[2:]), np.median(dense_s[2:])
     return {

@@ -1,5 +1,6 @@
 """Floor 0: attention kernels, each with its plain-JAX reference in the same file."""
 
+from rajax.kernels.linear import product
 from rajax.kernels.partial import Partial, finish, merge, no_keys
 from rajax.kernels.partial_attention import partial_attention, partial_attention_reference
 from rajax.kernels.prefill_attention import prefill_attention
@@ -12,4 +13,5 @@ __all__ = [
     "partial_attention",
     "partial_attention_reference",
     "prefill_attention",
+    "product",
 ]

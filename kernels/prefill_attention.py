@@ -11,6 +11,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from rajax.kernels import tiles
+from rajax.kernels.tile_attention import fits, tile_attention
+
 
 def prefill_attention(
     q: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array, *, block: int
@@ -19,7 +22,8 @@ def prefill_attention(
 
     Keys are read `block` at a time with a running max (online softmax), so the largest array is
     [B, K, G, T, block], whatever the length of the prompt. Products are in the operands' dtype with float32
-    sums; the softmax is in float32.
+    sums; the softmax is in float32. Where products may be rounded and a CPU has a matrix unit (`tiles.chosen`), that
+    computes all of it.
 
     Args:
       q: [B, K, G, T, H], already scaled by H**-0.5.
@@ -34,6 +38,10 @@ def prefill_attention(
     if keys.shape[2] % block:
         raise ValueError(f"{keys.shape[2]} key positions are not a multiple of the block of {block}")
     length = q.shape[3]
+    if tiles.chosen() and fits(length, *keys.shape[2:]):
+        return tile_attention(q, keys, values, start)
+    if tiles.rounded():
+        q, keys, values = (a.astype(jnp.bfloat16) for a in (q, keys, values))
     rows = start + jnp.arange(length)
 
     def step(i, carry, *, masked: bool):

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from rajax.kernels import Partial, finish, merge, partial_attention, prefill_attention
+from rajax.kernels import Partial, finish, merge, partial_attention, prefill_attention, product
 from rajax.models.config import LlamaConfig
 from rajax.models.rope import rotate
 from rajax.models.summary import Summary
@@ -196,7 +196,9 @@ class Attention(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         def linear(features_in: int, features_out: int) -> nnx.Linear:
-            return nnx.Linear(features_in, features_out, use_bias=config.attention_bias, rngs=rngs)
+            return nnx.Linear(
+                features_in, features_out, use_bias=config.attention_bias, dot_general=product, rngs=rngs
+            )
 
         heads = config.num_attention_heads * config.head_dim
         kv_heads = config.num_key_value_heads * config.head_dim

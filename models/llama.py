@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from rajax.kernels import product
+from rajax.kernels.tiles import ROUNDED
 from rajax.models.attention import Attention, DeviceCache, HostPath, NewToken, Rope, Zone
 from rajax.models.config import LlamaConfig
 
@@ -23,6 +25,9 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": jax.nn.gelu,
     "relu": jax.nn.relu,
 }
+
+PREFILL_PRECISIONS = {"float32": None, "bfloat16": ROUNDED}
+"""By the name that users know, JAX's name: products of what the parameters are, or rounded with float32 sums."""
 
 
 class RMSNorm(nnx.Module):
@@ -43,7 +48,9 @@ class MLP(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         def linear(features_in: int, features_out: int) -> nnx.Linear:
-            return nnx.Linear(features_in, features_out, use_bias=config.mlp_bias, rngs=rngs)
+            return nnx.Linear(
+                features_in, features_out, use_bias=config.mlp_bias, dot_general=product, rngs=rngs
+            )
 
         self.activation = config.hidden_act
         self.gate_proj = linear(config.hidden_size, config.intermediate_size)
@@ -110,10 +117,15 @@ class Layer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """The model: a pytree of parameters that carries its config (`.config`)."""
+    """The model: a pytree of parameters that carries its config (`.config`).
+
+    Attributes:
+      prefill_precision: of the products over a prompt, a key of `PREFILL_PRECISIONS`.
+    """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
+        self.prefill_precision = "float32"
         self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
         self.layers = nnx.List([Layer(config, rngs=rngs) for _ in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

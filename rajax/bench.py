@@ -49,11 +49,11 @@ from rajax import checkpoint as checkpoints
 from rajax import report
 from rajax.cli import format_bytes
 from rajax.haystack import manual
-from rajax.host_call import filled_by_host
 from rajax.host_path import CallbackHostPath
 from rajax.index import INDEXES
 from rajax.interrupt import interrupt
 from rajax.kernels import Partial, finish, merge, no_keys, partial_attention
+from rajax.kernels.host_call import filled_by_host
 from rajax.models import DeviceCache, Llama, LlamaConfig, Zone
 from rajax.peers import Peer, PeerMaker, peer_makers
 from rajax.retrieval import RetrievalConfig
@@ -90,7 +90,7 @@ class Request:
       steps: decode steps that count, per depth and attention.
       text: a text file; None takes `haystack.manual`.
       rope_scaling: Hugging Face's; None is YaRN where a depth needs it.
-      dtype: as in `rajax.load`.
+      dtype, prefill_precision: as in `rajax.load`.
       peers: whether llama.cpp and transformers run as well.
       gguf: the model for llama.cpp; None knows the demo model's.
     """
@@ -103,6 +103,7 @@ class Request:
     text: Path | None = None
     rope_scaling: Mapping[str, Any] | None = None
     dtype: str | None = None
+    prefill_precision: str = "float32"
     peers: bool = False
     gguf: Path | None = None
 
@@ -151,7 +152,12 @@ def run(
     for size in sizes:
         if model is None or scalings[size] != scaling:
             scaling = scalings[size]
-            model = checkpoints.load(request.checkpoint, dtype=request.dtype, rope_scaling=scaling)
+            model = checkpoints.load(
+                request.checkpoint,
+                dtype=request.dtype,
+                rope_scaling=scaling,
+                prefill_precision=request.prefill_precision,
+            )
         if scaling is not None and request.rope_scaling is None:
             say(
                 f"{size} tokens are more than the model's {config.max_positions} positions: YaRN with factor "
@@ -164,6 +170,7 @@ def run(
         common = {
             "model": request.checkpoint.absolute().name,
             "dtype": str(model.embed_tokens.embedding[...].dtype),
+            "prefill_precision": model.prefill_precision,
             "rope_scaling": scaling and dict(scaling),
             "device": jax.devices()[0].device_kind,
             "threads": cores(),

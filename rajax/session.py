@@ -21,6 +21,7 @@ from flax import nnx
 
 from rajax.models import DeviceCache, Llama, Rope, Zone
 from rajax.models.lesson import sample_positions
+from rajax.models.llama import PREFILL_PRECISIONS
 from rajax.models.summary import no_clusters
 from rajax.offload import Offload, offload
 from rajax.retrieval import RetrievalConfig
@@ -229,6 +230,7 @@ def _hidden_states(
     """The last layer's output [1, S, D] of each prompt in turn."""
     layers = [_split(layer) for layer in model.layers]
     window = min(session.zone.window for session in sessions)
+    precision = PREFILL_PRECISIONS[model.prefill_precision]
     for sequence, prompt in enumerate(prompts):
         length = bucket(len(prompt))
         tokens = np.zeros((1, length), np.int32)
@@ -238,7 +240,7 @@ def _hidden_states(
         x = model.embed(jnp.asarray(tokens))
         for i, (static, leaves) in enumerate(layers):
             x, keys, values, queries = _prefill_layer(
-                static, leaves, x, rope, positions, block=min(BLOCK, length)
+                static, leaves, x, rope, positions, block=min(BLOCK, length), precision=precision
             )
             for session in sessions:
                 session.take(i, sequence, keys, values, queries, positions)
@@ -260,9 +262,10 @@ def _join(static: Any, leaves: list[jax.Array]) -> Any:
     return nnx.merge(graph, jax.tree.unflatten(treedef, leaves))
 
 
-@functools.partial(jax.jit, static_argnames=("static", "block"), donate_argnames=("x",))
-def _prefill_layer(static, leaves, x, rope, sampled, *, block):
-    return _join(static, leaves).prefill(x, rope, sampled, block=block)
+@functools.partial(jax.jit, static_argnames=("static", "block", "precision"), donate_argnames=("x",))
+def _prefill_layer(static, leaves, x, rope, sampled, *, block, precision):
+    with jax.default_matmul_precision(precision):
+        return _join(static, leaves).prefill(x, rope, sampled, block=block)
 
 
 @functools.partial(jax.jit, static_argnames=("static",))

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -26,15 +23,13 @@ import numpy as np
 from rajax.cluster_attention import HALVES, TOGETHER, compiled, warm_up
 from rajax.clusters import Blocks, ClusterStore, NewClusters
 from rajax.handles import by_handle
-from rajax.host_call import filled_by_host
 from rajax.kernels import Partial, merge
+from rajax.kernels.host_call import CORES, filled_by_host, share_out
 from rajax.models.wave import SelectionRule
 from rajax.wave import Wave, log_counts
 
-CORES = os.cpu_count() or 1
-
 WORTH_A_THREAD = 1 << 18
-"""Numbers in a layer's means from which on its heads are shared out to threads: to wake one takes 0.1 ms."""
+"""Numbers in a layer's means from which on its heads are shared out to threads."""
 
 
 def bits(a: np.ndarray) -> np.ndarray:
@@ -103,7 +98,7 @@ class LayerClusters:
         self.held += int(new.sizes.sum())
         self.ranked = int((self.log_masses > -np.inf).sum())
 
-    def attend(self, queries: np.ndarray, out: np.ndarray, workers: ThreadPoolExecutor) -> np.ndarray:
+    def attend(self, queries: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Writes the partials of queries [K, G, H] over all clusters to out [2 K, G, H + 2]: numerators,
         denominators, maxima.
 
@@ -117,13 +112,7 @@ class LayerClusters:
         def some(first: int, last: int) -> None:
             self._compiled(first, last, padded, *self._arrays, self.used, *self._settings, counts, out)
 
-        threads = min(len(out), CORES) if self.means.size >= WORTH_A_THREAD else 1
-        ends = [len(out) * i // threads for i in range(threads + 1)]
-        mine, *spans = itertools.pairwise(ends)
-        others = [workers.submit(some, *span) for span in spans]
-        some(*mine)
-        for other in others:
-            other.result()
+        share_out(some, len(out), CORES if self.means.size >= WORTH_A_THREAD else 1)
         return counts
 
 
@@ -163,11 +152,10 @@ class HostWaveStore(ClusterStore):
         self.layers: list[list[LayerClusters]] = []
         """By layer and sequence."""
         self.counters = HostWaveCounters()
-        self._workers = ThreadPoolExecutor(CORES, thread_name_prefix="rajax-attend")
         super().__init__(**store)
         # While the prompt is prefilled: it takes seconds where it was never done before.
         dtype = bits(np.zeros(0, store["dtype"])).dtype
-        self._workers.submit(warm_up, store["head_dim"], dtype)
+        self._builders.submit(warm_up, store["head_dim"], dtype)
 
     def make_room(self, places: int, rule: SelectionRule) -> None:
         """Makes room for so many clusters per layer, sequence and half head."""
@@ -180,7 +168,7 @@ class HostWaveStore(ClusterStore):
                 no_clusters(out[sequence])
                 continue
             start = time.perf_counter()
-            counts = clusters.attend(queries[sequence], out[sequence], self._workers)
+            counts = clusters.attend(queries[sequence], out[sequence])
             seconds = time.perf_counter() - start
             _, attended, ranking, attending = counts.sum(axis=0).tolist()
             share = ranking / max(1, ranking + attending)
@@ -215,7 +203,6 @@ class HostWaveStore(ClusterStore):
 
     def close(self) -> None:
         super().close()
-        self._workers.shutdown()
         self.layers = []
 
 

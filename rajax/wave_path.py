@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rajax.handles import by_handle
-from rajax.host_call import filled_by_host
 from rajax.kernels import Partial, merge, no_keys
+from rajax.kernels.host_call import filled_by_host
 from rajax.models.wave import (
     BLOCK_KEYS,
     BlockCache,

@@ -199,6 +199,10 @@ def test_settings_reach_the_model(checkpoint):
         (["-p", "a", "--top-p", "0"], ["top_p must be above 0"]),
         (["-p", "a", "--dtype", "int8"], ["dtype must be one of float32, bfloat16, float16", "int8"]),
         (["-p", "a", "--dtype", "nonsense"], ["dtype must be one of", "nonsense"]),
+        (
+            ["-p", "a", "--prefill-precision", "int8"],
+            ["prefill_precision must be one of float32, bfloat16", "int8"],
+        ),
         (["-p", "a", "-n", "3000"], ["past the model's 2048 positions"]),
     ],
 )

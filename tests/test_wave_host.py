@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax.numpy as jnp
@@ -43,8 +42,7 @@ def attend(clusters: LayerClusters, queries: np.ndarray) -> tuple[Partial, np.nd
     """The partial of queries [K, G, H], and the counts of the halves."""
     heads, groups, width = queries.shape
     out = np.full((HALVES * heads, groups, width + 2), np.nan, np.float32)
-    with ThreadPoolExecutor(2) as workers:
-        counts = clusters.attend(queries, out, workers)
+    counts = clusters.attend(queries, out)
     return join_halves(jnp.asarray(out)), counts
 
 

@@ -44,6 +44,7 @@ class RajaxLM(TemplateLM):
       attention: "dense", or an index with settings, as `rajax eval --attention` has it.
       rope_scaling: Hugging Face's, as an object or as JSON.
       dtype: "float32", "bfloat16" or "float16".
+      prefill_precision: "float32" or "bfloat16".
       batch_size, max_batch_size, device: the harness's own; prompts run one at a time on JAX's device.
     """
 
@@ -53,6 +54,7 @@ class RajaxLM(TemplateLM):
         attention: str = "scann",
         rope_scaling: Mapping[str, Any] | str | None = None,
         dtype: str | None = None,
+        prefill_precision: str = "float32",
         batch_size: Any = None,
         max_batch_size: Any = None,
         device: Any = None,
@@ -64,7 +66,7 @@ class RajaxLM(TemplateLM):
         (self.retrieval,) = attentions
         scaling = json.loads(rope_scaling) if isinstance(rope_scaling, str) else rope_scaling
         self.text = load_tokenizer(pretrained)
-        self.params = load(pretrained, dtype=dtype, rope_scaling=scaling)
+        self.params = load(pretrained, dtype=dtype, rope_scaling=scaling, prefill_precision=prefill_precision)
         self.name = f"{Path(pretrained).resolve().name}, {attention}"
 
     @property

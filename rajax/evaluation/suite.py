@@ -39,6 +39,7 @@ class Options:
     chat: bool = True
     rope_scaling: dict[str, Any] | None = None
     dtype: str | None = None
+    prefill_precision: str = "float32"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +111,15 @@ def run(checkpoint: Path, options: Options, out: Path, on_sample: Callable[[int,
         "--chat": chat,
         "--rope-scaling": options.rope_scaling,
         "--dtype": options.dtype,
+        "--prefill-precision": options.prefill_precision,
     }
     done = open_run(out, settings)
-    model = load(checkpoint, dtype=options.dtype, rope_scaling=options.rope_scaling)
+    model = load(
+        checkpoint,
+        dtype=options.dtype,
+        rope_scaling=options.rope_scaling,
+        prefill_precision=options.prefill_precision,
+    )
     records = evaluate(
         model,
         tokenizer,

@@ -1,0 +1,177 @@
+"""Rounded products over a prompt: in a CPU's matrix unit where there is one, else in XLA; against float64."""
+
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from random_llama import random_llama, random_tokens
+
+import rajax
+from rajax.kernels import prefill_attention, product, tiles
+from rajax.kernels.host_call import share_out
+from rajax.kernels.linear import _fill as fill
+
+needs_tiles = pytest.mark.skipif(not tiles.available(), reason="this CPU has no AMX, or Linux gives no leave")
+
+
+@pytest.fixture(params=["tiles", "XLA"])
+def rounded(request, monkeypatch):
+    """Within it products are rounded, by either of the two that compute them."""
+    if request.param == "XLA":
+        monkeypatch.setattr(tiles, "available", lambda: False)
+    elif not tiles.available():
+        pytest.skip("this CPU has no AMX, or Linux gives no leave")
+    with jax.default_matmul_precision(tiles.ROUNDED):
+        assert tiles.chosen() == (request.param == "tiles")
+        yield
+
+
+def bfloat16(a):
+    return np.asarray(jnp.asarray(a, jnp.bfloat16).astype(jnp.float32), np.float64)
+
+
+def linear(x, kernel):
+    return jax.jit(lambda x, w: product(x, w, (((x.ndim - 1,), (0,)), ((), ()))))(x, kernel)
+
+
+@pytest.mark.parametrize(
+    ("shape", "outputs"), [((1, 32), 32), ((3, 70), 40), ((2, 5, 576), 192), ((300, 33), 1), ((512, 64), 96)]
+)
+def test_product_is_that_of_rounded_operands(rounded, shape, outputs):
+    draw = np.random.default_rng(len(shape))
+    x = draw.standard_normal(shape).astype(np.float32)
+    kernel = draw.standard_normal((shape[-1], outputs)).astype(np.float32)
+    got = linear(x, kernel)
+    assert got.dtype == jnp.float32
+    wanted = bfloat16(x) @ bfloat16(kernel)
+    np.testing.assert_allclose(got, wanted, atol=1e-5 * np.sqrt(shape[-1]))
+    assert np.abs(wanted - x.astype(np.float64) @ kernel).max() > 1e-3, "rounding shows"
+
+
+def test_products_are_not_rounded_unless_asked():
+    draw = np.random.default_rng(0)
+    x, kernel = (draw.standard_normal((64, 64)).astype(np.float32) for _ in range(2))
+    assert not tiles.chosen()
+    np.testing.assert_allclose(linear(x, kernel), x.astype(np.float64) @ kernel, atol=1e-4)
+
+
+def attention64(q, k, v, start):
+    scores = np.einsum("bkgth,bksh->bkgts", q, k).astype(np.float64)
+    rows, columns = start + np.arange(q.shape[3]), np.arange(k.shape[2])
+    scores = np.where(columns <= rows[:, None], scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bkgts,bksh->bkgth", p / p.sum(-1, keepdims=True), v)
+
+
+ATTENTIONS = [
+    # batch, KV heads, groups, T, S, H, start
+    (1, 1, 1, 32, 32, 32, 0),
+    (2, 3, 3, 96, 1088, 64, 992),
+    (1, 2, 4, 288, 576, 128, 288),
+    (1, 1, 2, 512, 1024, 96, 512),
+    (1, 2, 1, 64, 320, 80, 256),
+]
+
+
+def prompt(shape):
+    batch, heads, groups, length, positions, width, start = shape
+    draw = np.random.default_rng(positions)
+    q = draw.standard_normal((batch, heads, groups, length, width)).astype(np.float32) * 2 / np.sqrt(width)
+    k, v = (draw.standard_normal((2, batch, heads, positions, width)) * 2).astype(np.float32)
+    return q, k, v, start
+
+
+def attend(q, k, v, start):
+    return np.asarray(jax.jit(functools.partial(prefill_attention, block=32))(q, k, v, jnp.int32(start)))
+
+
+@pytest.mark.parametrize("shape", ATTENTIONS)
+def test_prefill_attention_is_causal_attention(rounded, shape):
+    q, k, v, start = prompt(shape)
+    wanted = attention64(bfloat16(q), bfloat16(k), bfloat16(v), start)
+    got = attend(q, k, v, start)
+    assert got.dtype == np.float32
+    # What is left is the rounding of weights.
+    assert np.linalg.norm(got - wanted) < 0.006 * np.linalg.norm(wanted)
+    assert np.abs(got - wanted).max() < 0.02 * np.abs(v).max()
+
+
+@pytest.mark.parametrize("shape", ATTENTIONS)
+def test_later_keys_do_not_matter(rounded, shape):
+    q, k, v, start = prompt(shape)
+    for position in (start, start + q.shape[3] - 2):
+        other_k, other_v = k.copy(), v.copy()
+        other_k[:, :, position + 1 :], other_v[:, :, position + 1 :] = 30, -1e30
+        got = attend(q, other_k, other_v, start)[:, :, :, : position - start + 1]
+        np.testing.assert_array_equal(got, attend(q, k, v, start)[:, :, :, : position - start + 1])
+
+
+def test_scores_far_apart_and_equal_ones(rounded):
+    """One key takes all; all keys take the same; nothing overflows, nothing is NaN."""
+    q, k, v, start = prompt(ATTENTIONS[1])
+    far = attend(q * 200, k, v, start)
+    best = np.einsum("bkgth,bksh->bkgts", bfloat16(q * 200), bfloat16(k))[..., -1, :].argmax(-1)
+    values = np.take_along_axis(v[:, :, None], best[..., None, None], axis=3)[:, :, :, 0]
+    assert np.isfinite(far).all()
+    np.testing.assert_allclose(far[:, :, :, -1], values, rtol=0.02, atol=0.02)
+    same = attend(q * 0, k, v, start)
+    for i in (0, q.shape[3] - 1):
+        mean = v[:, :, None, : start + i + 1].mean(3)
+        np.testing.assert_allclose(same[:, :, :, i], np.broadcast_to(mean, same[:, :, :, i].shape), atol=0.01)
+
+
+@needs_tiles
+def test_all_of_the_output_is_written():
+    draw = np.random.default_rng(0)
+    x, kernel = (draw.standard_normal((64, 64)).astype(jnp.bfloat16) for _ in range(2))
+    out = np.full((64, 64), np.nan, np.float32)
+    fill(x, kernel.reshape(32, 2, 4, 16).transpose(2, 0, 3, 1).copy(), out)
+    np.testing.assert_allclose(out, x.astype(np.float64) @ kernel.astype(np.float64), atol=1e-4)
+
+
+@needs_tiles
+def test_several_threads_may_multiply_at_once():
+    draw = np.random.default_rng(0)
+    x, kernel = (draw.standard_normal((512, 512)).astype(np.float32) for _ in range(2))
+    wanted, failures = bfloat16(x) @ bfloat16(kernel), []
+    with jax.default_matmul_precision(tiles.ROUNDED):
+        f = jax.jit(lambda x, w: product(x, w, (((1,), (0,)), ((), ()))))
+        f(x, kernel)
+
+    def work():
+        with jax.default_matmul_precision(tiles.ROUNDED):
+            for _ in range(20):
+                if np.abs(np.asarray(f(x, kernel)) - wanted).max() > 1e-3:
+                    failures.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_spans_cover_all_pieces():
+    for pieces in (0, 1, 2, 3, 17):
+        spans = []
+        share_out(lambda *span: spans.append(span), pieces, threads=3)  # noqa: B023
+        assert sorted(i for span in spans for i in range(*span)) == list(range(pieces))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])
+def test_a_model_with_rounded_prefill(head_dim):
+    """Near float32, but not it; and with retrieval of every key what dense attention says."""
+    model = random_llama(head_dim=head_dim)
+    (text,) = random_tokens(3, 300)
+    exact = rajax.logits(model, text)
+    model.prefill_precision = "bfloat16"
+    got = rajax.logits(model, text)
+    error = np.abs(got - exact).max() / np.abs(exact).max()
+    assert 1e-5 < error < 0.15
+    everything = rajax.RetrievalConfig(index="exact", top_k=300, sink_tokens=4, window=32)
+    dense = rajax.generate(model, text, max_new_tokens=8, retrieval=None, stop=())
+    assert rajax.generate(model, text, max_new_tokens=8, retrieval=everything, stop=()).tokens == dense.tokens

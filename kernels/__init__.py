@@ -1,6 +1,7 @@
 """Floor 0: attention kernels, each with its plain-JAX reference in the same file."""
 
 from rajax.kernels.linear import product
+from rajax.kernels.nearest_center import nearest_center
 from rajax.kernels.partial import Partial, finish, merge, no_keys
 from rajax.kernels.partial_attention import partial_attention, partial_attention_reference
 from rajax.kernels.prefill_attention import prefill_attention
@@ -9,6 +10,7 @@ __all__ = [
     "Partial",
     "finish",
     "merge",
+    "nearest_center",
     "no_keys",
     "partial_attention",
     "partial_attention_reference",

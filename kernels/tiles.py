@@ -41,9 +41,14 @@ def rounded() -> bool:
 def chosen() -> bool:
     """Whether the products traced now are for tiles: they may be rounded, and the device is a CPU that has them.
 
-    This is the one place that chooses.
+    With `usable`, this is the one place that chooses.
     """
-    return rounded() and jax.default_backend() == "cpu" and available()
+    return rounded() and usable()
+
+
+def usable() -> bool:
+    """Whether the device is a CPU that has tiles."""
+    return jax.default_backend() == "cpu" and available()
 
 
 @functools.cache

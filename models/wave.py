@@ -21,7 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rajax.kernels import Partial, partial_attention
+from rajax.kernels import Partial, nearest_center, partial_attention
+from rajax.kernels.nearest_center import CHUNK
 
 BLOCK_KEYS = 16
 """Keys of a cluster at most: what a block holds."""
@@ -37,9 +38,6 @@ SPHERICAL_ITERATIONS = 10
 
 KEYS_PER_CENTER = 24
 """Keys to a center, on average. What a center holds is cut into blocks, which leaves 12 keys to a cluster."""
-
-CHUNK = 512
-"""Keys that are compared with all centers at a time: the scores then stay in a CPU's cache."""
 
 IMPORTANCE_FLOOR = 0.1
 """A key that no sampled query wanted counts this much in k-means, beside 1 for the square root of the mean
@@ -372,33 +370,22 @@ def _k_means(points, weights, most_centers, keys_per_center, iterations, spheric
     limit = jnp.maximum(weights.sum() / jnp.maximum(allowed.sum(), 1), jnp.finfo(jnp.float32).tiny)
     reached = jnp.cumsum(jnp.minimum(weights, limit))
     targets = (jnp.arange(most_centers) + 0.5) * reached[-1] / jnp.maximum(allowed.sum(), 1)
+    if not spherical:
+        # Distances stay what they are, and rounding does not hurt.
+        points = points - (points * weights[:, None]).sum(0) / jnp.maximum(weights.sum(), limit)
     centers = points[jnp.clip(jnp.searchsorted(reached, targets), 0, len(points) - 1)]
-    chunks = points.reshape(-1, CHUNK, points.shape[1]), weights.reshape(-1, CHUNK)
 
-    def closeness(centers, points):
-        scores = points @ centers.T
-        if not spherical:
-            scores = scores - 0.5 * (centers**2).sum(1)
-        return jnp.where(allowed, scores, -jnp.inf)
+    def assign(centers):
+        offsets = jnp.zeros(most_centers) if spherical else -0.5 * (centers**2).sum(1)
+        return nearest_center(points, weights, centers, jnp.where(allowed, offsets, -jnp.inf))
 
     def round_(_, centers):
-        def add(sums, args):
-            points, weights = args
-            scores = closeness(centers, points)
-            # A point as near to two centers counts for both; that does no harm, and needs no argmax.
-            nearest = (scores == scores.max(1, keepdims=True)).astype(jnp.float32)
-            weighted = jnp.concatenate([points * weights[:, None], weights[:, None]], axis=1)
-            return sums + nearest.T @ weighted, None
-
-        empty = jnp.zeros((most_centers, points.shape[1] + 1))
-        sums, _ = jax.lax.scan(add, empty, chunks)
+        _, sums = assign(centers)
         total = sums[:, -1:]
         means = sums[:, :-1] / jnp.where(total > 0, total, 1)
         return jnp.where(total > 0, _unit_length(means) if spherical else means, centers)
 
-    centers = jax.lax.fori_loop(0, iterations, round_, centers)
-    labels = jax.lax.map(lambda points: closeness(centers, points).argmax(1), chunks[0])
-    return labels.reshape(-1).astype(jnp.int32)
+    return assign(jax.lax.fori_loop(0, iterations, round_, centers))[0]
 
 
 def _unit_length(a: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import pytest
 from random_llama import random_llama, random_tokens
 
 import rajax
-from rajax.kernels import prefill_attention, product, tiles
+from rajax.kernels import nearest_center, prefill_attention, product, tiles
 from rajax.kernels.host_call import share_out
 from rajax.kernels.linear import _fill as fill
 
@@ -121,6 +121,31 @@ def test_scores_far_apart_and_equal_ones(rounded):
     for i in (0, q.shape[3] - 1):
         mean = v[:, :, None, : start + i + 1].mean(3)
         np.testing.assert_allclose(same[:, :, :, i], np.broadcast_to(mean, same[:, :, :, i].shape), atol=0.01)
+
+
+@pytest.mark.parametrize("where", ["tiles", "XLA"])
+@pytest.mark.parametrize(("count", "number", "width"), [(512, 1, 16), (1024, 77, 80), (2048, 341, 64)])
+def test_each_point_goes_to_its_nearest_center(where, count, number, width, monkeypatch):
+    if where == "XLA":
+        monkeypatch.setattr(tiles, "available", lambda: False)
+    elif not tiles.available():
+        pytest.skip("this CPU has no AMX, or Linux gives no leave")
+    draw = np.random.default_rng(number)
+    points = draw.standard_normal((count, width)).astype(np.float32)
+    centers = draw.standard_normal((number, width)).astype(np.float32)
+    weights = (draw.random(count) * (draw.random(count) < 0.8)).astype(np.float32)
+    allowed = np.arange(number) < max(1, number - 5)
+    offsets = np.where(allowed, -(centers**2).sum(1) / 2, -np.inf).astype(np.float32)
+    labels, sums = map(np.asarray, jax.jit(lambda *a: nearest_center(*a))(points, weights, centers, offsets))
+    scores = points.astype(np.float64) @ centers.T + offsets
+    taken = np.take_along_axis(scores, labels[:, None], axis=1)[:, 0]
+    assert allowed[labels].all()
+    # Rounding may choose another only where two are about as near.
+    assert (scores.max(1) - taken).max() <= (0.02 * width if where == "tiles" else 1e-4)
+    assert (scores.argmax(1) != labels).mean() < 0.02
+    wanted = np.zeros((number, width + 1))
+    np.add.at(wanted, labels, weights[:, None] * np.concatenate([points, np.ones((count, 1))], axis=1))
+    np.testing.assert_allclose(sums, wanted, atol=1e-3)
 
 
 @needs_tiles

@@ -1,0 +1,160 @@
+"""The step of k-means that costs: each point's nearest center, and what each center's points add up to.
+
+Letters: `S` points, `C` centers, `H` numbers of a point.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rajax.kernels import tiles
+from rajax.kernels.host_call import filled_by_host, share_out
+
+CHUNK = 512
+"""Points that are compared with all centers at a time by XLA: the scores then stay in a CPU's cache."""
+
+LANES = tiles.LANES
+
+
+def nearest_center(
+    points: jax.Array, weights: jax.Array, centers: jax.Array, offsets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Assigns points to the centers of the highest point . center + offset.
+
+    With offsets of -|center|^2 / 2 those are the nearest. A CPU's matrix unit rounds points and centers to bfloat16 in
+    that comparison: points should lie around 0. XLA computes in float32.
+
+    Args:
+      points: [S, H] float32; S is a multiple of `CHUNK`.
+      weights: [S] float32, not negative.
+      centers: [C, H] float32.
+      offsets: [C] float32; -inf for what is no center.
+
+    Returns:
+      The center [S] int32 of each point, and per center [C, H + 1] float32 the weighted sum of its points and, last, of
+      their weights.
+    """
+    if tiles.usable():
+        return _by_tiles(points, weights, centers, offsets)
+    return nearest_center_reference(points, weights, centers, offsets)
+
+
+def nearest_center_reference(
+    points: jax.Array, weights: jax.Array, centers: jax.Array, offsets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`nearest_center` in plain JAX. A point as near to two centers counts for both in the sums."""
+
+    def some(sums: jax.Array, args: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        points, weights = args
+        scores = points @ centers.T + offsets
+        nearest = (scores == scores.max(1, keepdims=True)).astype(jnp.float32)
+        weighted = jnp.concatenate([points * weights[:, None], weights[:, None]], axis=1)
+        return sums + nearest.T @ weighted, scores.argmax(1).astype(jnp.int32)
+
+    empty = jnp.zeros((len(centers), points.shape[1] + 1))
+    chunks = points.reshape(-1, CHUNK, points.shape[1]), weights.reshape(-1, CHUNK)
+    sums, labels = jax.lax.scan(some, empty, chunks)
+    return labels.reshape(-1), sums
+
+
+def _by_tiles(
+    points: jax.Array, weights: jax.Array, centers: jax.Array, offsets: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    number, width = centers.shape
+
+    def rounded(a: jax.Array) -> jax.Array:
+        return jnp.pad(a.astype(jnp.bfloat16), [(0, -n % LANES) for n in a.shape])
+
+    offsets = jnp.pad(offsets, (0, -number % LANES), constant_values=-jnp.inf)
+    shapes = (
+        jax.ShapeDtypeStruct(weights.shape, jnp.int32),
+        jax.ShapeDtypeStruct((number, width + 1), jnp.float32),
+    )
+    labels, sums = filled_by_host(_fill, shapes, points, rounded(points), weights, rounded(centers), offsets)
+    return labels, sums
+
+
+def _fill(
+    points: np.ndarray,
+    rounded: np.ndarray,
+    weights: np.ndarray,
+    centers: np.ndarray,
+    offsets: np.ndarray,
+    labels: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    assign, add = _compiled()
+    rounded, centers = rounded.view(np.uint16), centers.view(np.uint16)
+
+    def some(first: int, last: int) -> None:
+        assign(tiles.CONFIGURATION, rounded, centers, offsets, first, last, labels)
+
+    share_out(some, len(points) // LANES)
+    sums[:] = 0
+    add(points, weights, labels, sums)
+
+
+@functools.cache
+def _compiled() -> tuple[Any, Any]:
+    return tiles.compile_tiles(_assign), tiles.compile_tiles(_add)
+
+
+def _assign(configuration, points, centers, offsets, first, last, labels):
+    """Labels of the points first .. last - 1, counted in `LANES` of them."""
+    width, half = points.shape[1], LANES // 2
+    pairs = np.empty((2, width // 2, half), np.uint32)
+    scores = np.empty((LANES, LANES), np.float32)
+    best, index = np.empty(LANES, np.float32), np.empty(LANES, np.int32)
+    tiles.configure(configuration.ctypes.data)  # type: ignore[call-arg]
+    for chunk in range(first, last):
+        for i in range(width // 2):
+            for j in range(LANES):
+                x = np.uint32(points[chunk * LANES + j, 2 * i])
+                y = np.uint32(points[chunk * LANES + j, 2 * i + 1])
+                pairs[j // half, i, j % half] = x | (y << np.uint32(16))
+        best[:] = -np.inf
+        index[:] = 0
+        for c in range(0, len(centers), LANES):
+            left = centers.ctypes.data + 2 * c * width
+            right, to = pairs.ctypes.data, scores.ctypes.data
+            tiles.clear(0)
+            tiles.clear(1)
+            tiles.clear(2)
+            tiles.clear(3)
+            for h in range(0, width, 32):
+                tiles.load(4, left + 2 * h, 2 * width)
+                tiles.load(5, left + 2 * (16 * width + h), 2 * width)
+                tiles.load(6, right + 32 * h, 64)
+                tiles.load(7, right + 32 * (width + h), 64)
+                tiles.multiply_add(0, 4, 6)
+                tiles.multiply_add(1, 4, 7)
+                tiles.multiply_add(2, 5, 6)
+                tiles.multiply_add(3, 5, 7)
+            tiles.store(0, to, 4 * LANES)
+            tiles.store(1, to + 64, 4 * LANES)
+            tiles.store(2, to + 64 * LANES, 4 * LANES)
+            tiles.store(3, to + 64 * LANES + 64, 4 * LANES)
+            for j in range(LANES):
+                for i in range(LANES):
+                    score = scores[j, i] + offsets[c + j]
+                    better = score > best[i]
+                    best[i] = score if better else best[i]
+                    index[i] = c + j if better else index[i]
+        for j in range(LANES):
+            labels[chunk * LANES + j] = index[j]
+    tiles.release()
+
+
+def _add(points, weights, labels, sums):
+    width = points.shape[1]
+    for s in range(len(points)):
+        weight, c = weights[s], labels[s]
+        if weight > 0:
+            for h in range(width):
+                sums[c, h] += weight * points[s, h]
+            sums[c, width] += weight

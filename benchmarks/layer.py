@@ -26,7 +26,7 @@ from rajax import report
 from rajax.cluster_attention import HALVES
 from rajax.clusters import Blocks
 from rajax.kernels import finish, partial_attention
-from rajax.models.wave import BLOCK_KEYS, SelectionRule, second_order, spherical_labels
+from rajax.models.wave import BLOCK_KEYS, SelectionRule, spherical_labels
 from rajax.wave_host import LayerClusters, join_halves
 
 KV_HEADS, GROUPS, HEAD_DIM = 8, 4, 128
@@ -65,7 +65,7 @@ def cluster(count: int, seed: int) -> LayerClusters:
     new = blocks.add(keys, values, labels, root, None, None)
     rule = SelectionRule("spread", None, 0.9, 8, 96)
     clusters = LayerClusters(blocks, -(-new.sizes.shape[1] // HALVES), rule)
-    clusters.adopt(new, second_order(new.spreads), np.zeros(KV_HEADS, bool))
+    clusters.adopt(new, np.zeros(KV_HEADS, bool), root)
     return clusters
 
 

@@ -45,7 +45,8 @@ def filled_by_host(
 
 
 @functools.cache
-def _workers() -> ThreadPoolExecutor:
+def workers() -> ThreadPoolExecutor:
+    """Threads for what host functions share out, one for each core."""
     return ThreadPoolExecutor(CORES, thread_name_prefix="rajax-cores")
 
 
@@ -57,7 +58,7 @@ def share_out(some: Callable[[int, int], None], pieces: int, threads: int = CORE
     threads = max(1, min(pieces, threads))
     ends = [pieces * i // threads for i in range(threads + 1)]
     mine, *spans = itertools.pairwise(ends)
-    others = [_workers().submit(some, *span) for span in spans]
+    others = [workers().submit(some, *span) for span in spans]
     some(*mine)
     for other in others:
         other.result()

@@ -36,6 +36,9 @@ ITERATIONS = 5
 SPHERICAL_ITERATIONS = 10
 """Rounds of spherical k-means: RetroInfer's number."""
 
+CLUSTERS_PER_GROUP = 32
+"""Clusters of a group, on average."""
+
 KEYS_PER_CENTER = 24
 """Keys to a center, on average. What a center holds is cut into blocks, which leaves 12 keys to a cluster."""
 
@@ -337,6 +340,15 @@ def spherical_labels(keys: jax.Array, count: jax.Array) -> jax.Array:
     mean = jnp.where(valid[:, None], keys, 0).sum(1, keepdims=True) / jnp.maximum(count, 1)
     weights = jnp.broadcast_to(valid.astype(jnp.float32), keys.shape[:2])
     return _labels(_unit_length(keys - mean), weights, BLOCK_KEYS, SPHERICAL_ITERATIONS, spherical=True)
+
+
+def group_labels(means: jax.Array, sizes: jax.Array, root: jax.Array) -> jax.Array:
+    """The group [K, C] int32 of each cluster, by k-means of their means [K, C, H] as the prompt's queries see them.
+
+    A cluster weighs as much as it has keys, `sizes` [K, C]; an empty one may come out anywhere. `root` is as above.
+    """
+    points = jnp.einsum("kch,khj->kcj", means, root)
+    return _labels(points, sizes.astype(jnp.float32), CLUSTERS_PER_GROUP, ITERATIONS, spherical=False)
 
 
 def segments(count: int) -> tuple[int, int]:

@@ -60,6 +60,10 @@ from rajax.retrieval import RetrievalConfig
 from rajax.session import OnPrefill, Session, prefill
 from rajax.tokenizer import load_tokenizer
 
+TURN = 8
+"""Steps that an attention takes before it is the next one's turn. In use, too, a step finds in the caches what the one
+before it left."""
+
 WARM_UP = 4
 """Steps that compile, and do not count."""
 
@@ -372,20 +376,23 @@ def _decode(
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     divergence: dict[str, list[float]] = {name: [] for name in steps}
     before: dict[str, dict[str, float]] = {}
-    for i, token in enumerate(forced.tolist()):
-        if i == WARM_UP:
+    for first in (0, *range(WARM_UP, len(forced), TURN)):
+        if first == WARM_UP:
             before = {name: dict(s.store.seconds) for name, s in sessions.items() if s.store}
-        logits = {}
+        turn = forced[first : first + TURN if first else WARM_UP].tolist()
+        logits: dict[str, list[np.ndarray]] = {name: [] for name in steps}
         for name, step in steps.items():
-            with interrupt.held():
-                start = time.perf_counter()
-                logits[name] = step(token)
-                seconds[name].append(time.perf_counter() - start)
-        advance(i + 1, len(forced))
-        if i >= WARM_UP and "dense" in logits:
-            dense = _log_softmax(logits["dense"])
-            for name in logits:
-                divergence[name].append(float(np.exp(dense) @ (dense - _log_softmax(logits[name]))))
+            for token in turn:
+                with interrupt.held():
+                    start = time.perf_counter()
+                    out = step(token)
+                    seconds[name].append(time.perf_counter() - start)
+                logits[name].append(_log_softmax(out))
+        advance(first + len(turn), len(forced))
+        if first and "dense" in logits:
+            for name, others in logits.items():
+                for dense, other in zip(logits["dense"], others, strict=True):
+                    divergence[name].append(float(np.exp(dense) @ (dense - other)))
     rows = []
     for name in steps:
         counted = 1e3 * np.array(seconds[name][WARM_UP:])

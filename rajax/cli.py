@@ -378,7 +378,7 @@ def bench(
 ) -> None:
     """Time prefill and decode at several depths, and how far from dense attention they are.
 
-    The attentions read the same text and take turns, step by step. A table goes to stdout, and files are written
+    The attentions read the same text and take turns, a few steps each. A table goes to stdout, and files are written
     after every depth, so that Ctrl-C loses one depth at most.
     """
     with _errors():

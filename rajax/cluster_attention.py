@@ -5,8 +5,11 @@ memory that the host has anyway: nothing is gathered, and what weighs next to no
 at its first call for a head dim and keeps the result on disk. It runs without Python's lock, so that threads can take
 heads each.
 
-Letters: `K` key/value heads, each in `HALVES`, `G` query heads per key/value head, `S` keys, `C` clusters of a half,
-`R` clusters retrieved at most, `H` head dim.
+There are two levels. Clusters like one another are in groups, and of each group the mean, the mean value and the size
+are known. Groups are ranked first; only the clusters of the best are looked at, and all others are estimated as wholes.
+
+Letters: `K` key/value heads, each in `HALVES`, `G` query heads per key/value head, `S` keys, `C` clusters and `N`
+groups of a half, `R` clusters retrieved at most, `H` head dim.
 """
 
 from __future__ import annotations
@@ -112,8 +115,8 @@ def _choose(ranks, held, share, top_p, least, most, ids):
 
 
 @njit(fastmath=FAST, inline="always")
-def _scores(queries, g, keys, start, stop, scores, width):
-    """Writes scores of keys start .. stop of [S, H] with query heads g .. g + 3 to scores [G, *], from 0 on."""
+def _scores(queries, g, keys, start, stop, scores, at, width):
+    """Writes scores of keys start .. stop of [S, H] with query heads g .. g + 3 to scores [G, *], from `at` on."""
     for j in range(start, stop):
         s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
         for h in range(width):
@@ -122,10 +125,10 @@ def _scores(queries, g, keys, start, stop, scores, width):
             s1 += queries[g + 1, h] * x
             s2 += queries[g + 2, h] * x
             s3 += queries[g + 3, h] * x
-        scores[g, j - start] = s0
-        scores[g + 1, j - start] = s1
-        scores[g + 2, j - start] = s2
-        scores[g + 3, j - start] = s3
+        scores[g, at + j - start] = s0
+        scores[g + 1, at + j - start] = s1
+        scores[g + 2, at + j - start] = s2
+        scores[g + 3, at + j - start] = s3
 
 
 @njit(fastmath=FAST, inline="always")
@@ -145,6 +148,54 @@ def _add(sums, weights, first, values, row, width):
                 + w2 * _widen(values[row + 2, h])
                 + w3 * _widen(values[row + 3, h])
             )
+
+
+@njit(inline="always")
+def _padded(n):
+    return (n + TOGETHER - 1) // TOGETHER * TOGETHER
+
+
+@njit(fastmath=FAST, inline="always")
+def _rank(weights, count, masses, importances, ranks, tops):
+    """Turns scores [G, count] into the masses that they estimate, exp(score + mass - top).
+
+    Writes what ranks them, importance times the share of the mass, summed over the query heads, to ranks [count], and
+    the largest exponents to tops [G]. Returns how many have any mass.
+    """
+    ranks[:] = 0
+    for g in range(len(tops)):
+        row = weights[g]
+        top = np.float32(-np.inf)
+        for c in range(count):
+            row[c] += masses[c]
+            top = max(top, row[c])
+        tops[g] = top
+        reference = top if top > -np.inf else np.float32(0)
+        total = np.float32(0)
+        for c in range(count):
+            row[c] = _exp(row[c] - reference)
+            total += row[c]
+        scale = 1 / total if total > 0 else np.float32(0)
+        for c in range(count):
+            ranks[c] += row[c] * scale
+    held = 0
+    for c in range(count):
+        ranks[c] *= importances[c]
+        held += masses[c] > -np.inf
+    return held
+
+
+@njit(fastmath=FAST, inline="always")
+def _heaviest(weights, count, totals, heaviest):
+    """Writes the sums of weights [G, count] to totals [G], and the largest share of each column to heaviest [count]."""
+    for g in range(len(totals)):
+        total = np.float32(0)
+        for c in range(count):
+            total += weights[g, c]
+        totals[g] = total
+        scale = 1 / max(total, np.float32(1))
+        for c in range(count):
+            heaviest[c] = max(heaviest[c], weights[g, c] * scale)
 
 
 @intrinsic
@@ -186,13 +237,30 @@ def _cycles(context):
     return types.int64(), generate
 
 
+@intrinsic
+def _add_to(context, address, number):
+    """Adds to an int64 that several threads change, and returns what it was."""
+
+    def generate(context, builder, signature, arguments):
+        place = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", place, arguments[1], "seq_cst")
+
+    return types.int64(types.uintp, types.int64), generate
+
+
+@njit(nogil=True)
+def wait(turns, number):
+    """Until `number` turns are over. It does not sleep: to be woken takes longer than what is waited for."""
+    while _add_to(turns[1:].ctypes.data, 0) < number:  # type: ignore[call-arg]
+        pass
+
+
 @functools.cache
 def compiled(width: int) -> Callable[..., None]:
     """`_attend` for a head dim, which is compiled in: loops of a known length fill vectors."""
 
     def _attend(
-        first,
-        last,
+        turns,
         queries,
         means,
         mean_values,
@@ -200,10 +268,17 @@ def compiled(width: int) -> Callable[..., None]:
         importances,
         starts,
         sizes,
+        group_means,
+        group_values,
+        group_log_masses,
+        group_importances,
+        group_ends,
         keys,
         values,
         whole,
-        clusters,
+        groups,
+        open_p,
+        least_open,
         share,
         top_p,
         least,
@@ -211,81 +286,97 @@ def compiled(width: int) -> Callable[..., None]:
         counts,
         out,
     ):
-        """The partials of half heads first .. last - 1 over all their clusters.
+        """The partials of all half heads that no other thread takes, over all their clusters.
 
         All arrays are contiguous: with an unknown stride nothing fills a vector.
 
         Args:
-          first, last: of the 2 K half heads.
+          turns: [2] int64, half heads that were begun and that are done, shared by the threads that work on them.
           queries: [K, G, H] float32, scaled; G rounded up to a multiple of `TOGETHER` by queries of zeros.
           means, mean_values: [2 K, C, H], float32 or the bits of bfloat16.
           log_masses: [2 K, C] float32, what a cluster's score is raised by: the logarithm of its number of keys, and
             the spread's second order; -inf for an empty cluster.
           importances: [2 K, C] float32, what a cluster's estimated share is multiplied by to rank it.
           starts, sizes: [2 K, C] int32, the keys of each cluster.
+          group_means, group_values, group_log_masses, group_importances: likewise of groups of clusters, [2 K, N, ...].
+          group_ends: [2 K, N + 1] int32; the clusters of group i lie from place i of it to before place i + 1.
           keys, values: [K, S, H], ordered by cluster, like the means.
           whole: [2 K, 2] int64, keys from one to before another that are attended to without being in clusters;
             mostly none.
-          clusters: how many of the C there are so far.
+          groups: how many of the N there are so far.
+          open_p, least_open: `top_p` and `least` of the groups whose clusters are looked at; all others are estimated
+            as wholes.
           share, top_p, least, most: `SelectionRule`'s; `share` negative where `top_p` rules.
-          counts: [2 K, 4] int64, where to write the clusters retrieved, the keys attended to exactly, and the cycles
-            that ranking and attending took.
+          counts: [2 K, 5] int64, where to write the clusters retrieved, the keys attended to exactly, the means looked
+            at, and the cycles that ranking and attending took.
           out: [2 K, G, H + 2] float32, where to write numerator, denominator and max of the real query heads.
         """
-        groups, real = out.shape[1], queries.shape[1]
-        for k in range(first, last):
+        heads, real = out.shape[1], queries.shape[1]
+        while True:
+            k = _add_to(turns.ctypes.data, 1)  # type: ignore[call-arg]
+            if k >= len(out):
+                break
             began: Any = _cycles()  # type: ignore[call-arg]
-            # What lies past the last cluster stays 0, for `_add` to read.
-            weights = np.zeros((real, clusters + TOGETHER), np.float32)
-            tops = np.full(groups, -np.inf, np.float32)
+            real_queries = queries[k // HALVES]
+            # What lies past the last group stays 0, for `_add` to read.
+            far = np.zeros((real, groups + TOGETHER), np.float32)
             for g in range(0, real, TOGETHER):
-                _scores(queries[k // HALVES], g, means[k], 0, clusters, weights, width)
-            ranks = np.zeros(clusters, np.float32)
-            for g in range(groups):
-                row = weights[g]
-                top = np.float32(-np.inf)
-                for c in range(clusters):
-                    row[c] += log_masses[k, c]
-                    top = max(top, row[c])
-                tops[g] = top
-                reference = top if top > -np.inf else np.float32(0)
-                total = np.float32(0)
-                for c in range(clusters):
-                    row[c] = _exp(row[c] - reference)
-                    total += row[c]
-                scale = 1 / total if total > 0 else np.float32(0)
-                for c in range(clusters):
-                    ranks[c] += row[c] * scale
-            held = 0
-            for c in range(clusters):
-                ranks[c] *= importances[k, c]
-                held += log_masses[k, c] > -np.inf
+                _scores(real_queries, g, group_means[k], 0, groups, far, 0, width)
+            ranks = np.zeros(groups, np.float32)
+            far_tops = np.zeros(out.shape[1], np.float32)
+            held = _rank(far, groups, group_log_masses[k], group_importances[k], ranks, far_tops)
+            opened = np.empty(groups, np.int32)
+            n = _choose(ranks, held, np.float32(-1), open_p, least_open, groups, opened)
+            places = 0
+            for i in range(n):
+                places += _padded(group_ends[k, opened[i] + 1] - group_ends[k, opened[i]])
+            # Of the clusters of the groups that are opened; each group's begin at a multiple of `TOGETHER`.
+            weights = np.zeros((real, places + TOGETHER), np.float32)
+            which = np.zeros(places, np.int32)
+            masses, near_importances = np.full(places, -np.inf, np.float32), np.zeros(places, np.float32)
+            at = 0
+            for i in range(n):
+                start, stop = group_ends[k, opened[i]], group_ends[k, opened[i] + 1]
+                for g in range(0, real, TOGETHER):
+                    _scores(real_queries, g, means[k], start, stop, weights, at, width)
+                for c in range(start, stop):
+                    which[at + c - start] = c
+                    masses[at + c - start] = log_masses[k, c]
+                    near_importances[at + c - start] = importances[k, c]
+                at += _padded(stop - start)
+                for g in range(len(far)):
+                    far[g, opened[i]] = 0
+            ranks = np.zeros(places, np.float32)
+            tops = np.zeros(out.shape[1], np.float32)
+            held = _rank(weights, places, masses, near_importances, ranks, tops)
             ids = np.empty(most, np.int32)
             chosen = _choose(ranks, held, share, top_p, least, most, ids)
             attended = whole[k, 1] - whole[k, 0]
             for i in range(chosen):
-                attended += sizes[k, ids[i]]
-                for g in range(groups):
+                for g in range(real):
                     weights[g, ids[i]] = 0
+                ids[i] = which[ids[i]]
+                attended += sizes[k, ids[i]]
             ranked = _cycles()
 
-            sums, totals = np.zeros((groups, width), np.float32), np.zeros(groups, np.float32)
-            exact, exact_totals = np.zeros((groups, width), np.float32), np.zeros(groups, np.float32)
-            exact_tops = np.full(groups, -np.inf, np.float32)
-            scores = np.zeros((real, TILE), np.float32)
-            heaviest = np.zeros(clusters + TOGETHER, np.float32)
-            for g in range(groups):
-                total = np.float32(0)
-                for c in range(clusters):
-                    total += weights[g, c]
-                totals[g] = total
-                scale = 1 / max(total, np.float32(1))
-                for c in range(clusters):
-                    heaviest[c] = max(heaviest[c], weights[g, c] * scale)
-            for c in range(0, clusters, TOGETHER):
+            sums, totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
+            heaviest = np.zeros(places + TOGETHER, np.float32)
+            _heaviest(weights, places, totals, heaviest)
+            for c in range(0, places, TOGETHER):
                 share_ = max(max(heaviest[c], heaviest[c + 1]), max(heaviest[c + 2], heaviest[c + 3]))
-                if share_ * clusters > NEGLIGIBLE:
-                    _add(sums, weights, c, mean_values[k], c, width)
+                if share_ * places > NEGLIGIBLE:
+                    _add(sums, weights, c, mean_values[k], which[c], width)
+            far_sums, far_totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
+            heaviest = np.zeros(groups + TOGETHER, np.float32)
+            _heaviest(far, groups, far_totals, heaviest)
+            for c in range(0, groups, TOGETHER):
+                share_ = max(max(heaviest[c], heaviest[c + 1]), max(heaviest[c + 2], heaviest[c + 3]))
+                if share_ * groups > NEGLIGIBLE:
+                    _add(far_sums, far, c, group_values[k], c, width)
+
+            exact, exact_totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
+            exact_tops = np.full(heads, -np.inf, np.float32)
+            scores = np.zeros((real, TILE), np.float32)
             # The chosen clusters, and after them the keys of a head that is whole.
             for i in range(chosen + 1):
                 start, stop = whole[k]
@@ -298,11 +389,11 @@ def compiled(width: int) -> Callable[..., None]:
                         keys[k // HALVES], starts[k, later], starts[k, later] + sizes[k, later], width
                     )
                 for tile in range(start, stop, TILE):
-                    n = min(TILE, stop - tile)
+                    number = min(TILE, stop - tile)
                     for g in range(0, real, TOGETHER):
-                        _scores(queries[k // HALVES], g, keys[k // HALVES], tile, tile + n, scores, width)
-                    for g in range(groups):
-                        for j in range(n, TILE):
+                        _scores(real_queries, g, keys[k // HALVES], tile, tile + number, scores, 0, width)
+                    for g in range(heads):
+                        for j in range(number, TILE):
                             scores[g, j] = -np.inf
                         # Always all of the tile: loops of a known length fill vectors.
                         top = exact_tops[g]
@@ -320,25 +411,27 @@ def compiled(width: int) -> Callable[..., None]:
                             added += scores[g, j]
                         exact_totals[g] += added
                     # Past the last there are always rows to read, if only of the next cluster.
-                    for j in range(0, n, TOGETHER):
+                    for j in range(0, number, TOGETHER):
                         heavy = False
-                        for g in range(groups):
+                        for g in range(heads):
                             weight = max(
                                 max(scores[g, j], scores[g, j + 1]), max(scores[g, j + 2], scores[g, j + 3])
                             )
                             heavy |= weight * attended > NEGLIGIBLE * exact_totals[g]
                         if heavy:
                             _add(exact, scores, j, values[k // HALVES], tile + j, width)
-            for g in range(groups):
-                top = max(tops[g], exact_tops[g])
+            for g in range(heads):
+                top = max(max(tops[g], far_tops[g]), exact_tops[g])
                 reference = top if top > -np.inf else np.float32(0)
-                estimate, scale = _exp(tops[g] - reference), _exp(exact_tops[g] - reference)
+                far_, near = _exp(far_tops[g] - reference), _exp(tops[g] - reference)
+                here = _exp(exact_tops[g] - reference)
                 for h in range(width):
-                    out[k, g, h] = estimate * sums[g, h] + scale * exact[g, h]
-                out[k, g, width] = estimate * totals[g] + scale * exact_totals[g]
+                    out[k, g, h] = far_ * far_sums[g, h] + near * sums[g, h] + here * exact[g, h]
+                out[k, g, width] = far_ * far_totals[g] + near * totals[g] + here * exact_totals[g]
                 out[k, g, width + 1] = top
-            counts[k, 0], counts[k, 1] = chosen, attended
-            counts[k, 2], counts[k, 3] = ranked - began, _cycles() - ranked
+            counts[k, 0], counts[k, 1], counts[k, 2] = chosen, attended, groups + places
+            counts[k, 3], counts[k, 4] = ranked - began, _cycles() - ranked
+            _add_to(turns[1:].ctypes.data, 1)  # type: ignore[call-arg]
 
     function = njit(fastmath=FAST, nogil=True)(_attend)
     # Where there is no place to write, every process compiles anew.
@@ -354,4 +447,8 @@ def warm_up(width: int, dtype: np.dtype) -> None:
     counts = np.zeros((0, 0), np.int64)
     out = np.zeros((0, 0, 0), np.float32)
     tables = rows, rows, numbers, numbers
-    compiled(width)(0, 0, queries, keys, keys, *tables, keys, keys, counts, 0, -1.0, 0.0, 0, 0, counts, out)
+    groups = keys, keys, rows, rows, numbers
+    settings = 0, 0.0, 0, -1.0, 0.0, 0, 0
+    turns = np.zeros(2, np.int64)
+    wait(turns, 0)
+    compiled(width)(turns, queries, keys, keys, *tables, *groups, keys, keys, counts, *settings, counts, out)

@@ -48,9 +48,9 @@ class RetrievalConfig:
       retrieved_share: with "wave", the share of a head's clusters that every step retrieves; RetroInfer (arXiv
         2505.02922) takes 0.018. None, the default, lets each head and step choose by `top_p`.
       top_p: with "wave", each head and step retrieves as few clusters as leave a share of 1 - top_p of the estimated
-        mass, weighed as `rank_by` says, to the others, within the bounds `min_clusters` and `max_clusters`. On
-        SmolLM2 one number for all heads does as well as freer bounds: attention that is spread thin gains little
-        by more clusters.
+        mass, weighed as `rank_by` says, to the others, within the bounds `min_clusters` and `max_clusters`. By default
+        0.95, or 0.9 with `wave_buffer`. On SmolLM2 one number for all heads does as well as freer bounds: attention
+        that is spread thin gains little by more clusters.
       min_clusters, max_clusters: those bounds, per KV head. A cluster has at most 16 keys, 12 on average. By default 96
         at most, or 40 with `wave_buffer`, where each may have to cross to the device.
       rank_by: with "wave", what makes a cluster worth retrieving: "estimate", its estimated mass, sizes counted;
@@ -62,10 +62,11 @@ class RetrievalConfig:
       host_dtype: with "wave", of keys, values and means in host memory: "bfloat16" or "float32".
       block_cache: with such a buffer, the size of the device's cache of hot clusters, as a share of the KV; 0.05 as in
         RetroInfer, section 4.3.
-      whole_heads: with "wave", the share of all KV heads that stay on the device whole: those for which the
-        clusters' estimates are worst on held-out queries of the prompt, one of a layer at most. Heads that copy
-        text attend to single keys among many alike, and no cluster tells which; two of SmolLM2's 90 make two
-        thirds of the divergence from dense.
+      whole_heads: with "wave", the share of all KV heads whose keys are all attended to: those for which the
+        clusters' estimates are worst on held-out queries of the prompt. Heads that copy text attend to single keys
+        among many alike, and no cluster tells which; two of SmolLM2's 90 make two thirds of the divergence from dense.
+        By default 0.03. With `wave_buffer` they stay on the device, one of a layer at most; without it, below 32,768
+        offloaded keys it is as many more as cost the same time, up to 0.2.
       update_every: with "wave", tokens of an answer that stay on the device beyond the window until they are clustered
         together, at least two more than the model has layers. RetroInfer takes 1,024; fewer take less device memory.
       sink_tokens: first tokens that stay on the device; 128 as in RetrievalAttention, section 4.1.
@@ -90,14 +91,14 @@ class RetrievalConfig:
     top_k: int = 256
     target_error: float | None = None
     retrieved_share: float | None = None
-    top_p: float = 0.9
+    top_p: float | None = None
     min_clusters: int = 8
     max_clusters: int | None = None
     rank_by: str = "spread"
     host_dtype: str = "bfloat16"
     wave_buffer: bool | None = None
     block_cache: float = 0.05
-    whole_heads: float = 0.03
+    whole_heads: float | None = None
     update_every: int = 128
     sink_tokens: int = 128
     window: int = 512
@@ -137,9 +138,9 @@ class RetrievalConfig:
             ("leaves_searched", (), "from 0 to 1, or None"),
             ("target_error", (0, 1), "above 0 and below 1, or None"),
             ("retrieved_share", (0,), "above 0 and at most 1, or None"),
-            ("top_p", (), "from 0 to 1"),
+            ("top_p", (), "from 0 to 1, or None"),
             ("block_cache", (), "from 0 to 1"),
-            ("whole_heads", (), "from 0 to 1"),
+            ("whole_heads", (), "from 0 to 1, or None"),
         ):
             value = getattr(self, name)
             if value is None and allowed.endswith("None"):

@@ -67,7 +67,8 @@ class Session:
         )
         dtype = model.layers[0].self_attn.k_proj.kernel[...].dtype
         self.offload: Offload | None = None
-        self.zone = Zone(sinks=0, window=bucket(max(capacity)))
+        # Every slot is read at every step, so few may be left over.
+        self.zone = Zone(sinks=0, window=bucket(max(capacity), parts=128))
         if retrieval is not None:
             self.offload = offload(retrieval, config, dtype, lengths, capacity)
         if self.offload is not None:

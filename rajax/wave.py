@@ -49,8 +49,9 @@ class Wave(abc.ABC):
 
     path: Any
     store: Any
+    # Where the settings leave them open:
     max_clusters: int
-    """Clusters that a head retrieves at most where the settings leave it open."""
+    top_p: float
 
     def __init__(
         self,
@@ -62,6 +63,8 @@ class Wave(abc.ABC):
     ):
         self.retrieval, self.dtype = retrieval, np.dtype(dtype)
         self.max_clusters = retrieval.max_clusters or max(self.max_clusters, retrieval.min_clusters)
+        if retrieval.top_p is not None:
+            self.top_p = retrieval.top_p
         self.layers, self.kv_heads, self.groups, self.head_dim = (
             config.num_hidden_layers,
             config.num_key_value_heads,
@@ -75,7 +78,10 @@ class Wave(abc.ABC):
         self.zone = Zone(retrieval.sink_tokens, retrieval.window + min(rounded(new_tokens), rounded(room)))
         self.starts = np.array([max(self.zone.sinks, n - retrieval.window) for n in lengths], np.int32)
         self.units = max((c - n) // self.unit for n, c in zip(lengths, capacity, strict=True))
-        self.whole_heads = round(retrieval.whole_heads * self.layers * self.kv_heads)
+        share = retrieval.whole_heads
+        if share is None:
+            share = self.whole_share(int(self.starts.max()) - self.zone.sinks)
+        self.whole_heads = round(share * self.layers * self.kv_heads)
         """Places for heads that are kept whole."""
         self.unit_clusters = _most_clusters(self.unit)
         """Clusters that an update makes at most; there will be `units` of them."""
@@ -108,6 +114,10 @@ class Wave(abc.ABC):
     @property
     def state_bytes(self) -> int:
         return sum(a.nbytes for a in jax.tree.leaves(self.state))
+
+    def whole_share(self, keys: int) -> float:
+        """The share of heads that are whole where the settings leave it open, for so many offloaded keys."""
+        return 0.03
 
     @abc.abstractmethod
     def make_store(self, capacity: Sequence[int]) -> Any:
@@ -166,7 +176,7 @@ class Wave(abc.ABC):
         rule = SelectionRule(
             rank_by=self.retrieval.rank_by,
             share=self.retrieval.retrieved_share,
-            top_p=self.retrieval.top_p,
+            top_p=self.top_p,
             least=min(self.retrieval.min_clusters, most),
             most=most,
         )

@@ -32,6 +32,7 @@ class BufferedWave(Wave):
 
     path: Any = WavePath
     max_clusters = 40
+    top_p = 0.9
 
     def make_store(self, capacity: Sequence[int]) -> WaveStore:
         return WaveStore(

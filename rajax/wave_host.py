@@ -13,28 +13,47 @@ import dataclasses
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from rajax.cluster_attention import HALVES, TOGETHER, compiled, warm_up
+from rajax.cluster_attention import HALVES, TOGETHER, compiled, wait, warm_up
 from rajax.clusters import Blocks, ClusterStore, NewClusters
 from rajax.handles import by_handle
 from rajax.kernels import Partial, merge
-from rajax.kernels.host_call import CORES, filled_by_host, share_out
-from rajax.models.wave import SelectionRule
+from rajax.kernels.host_call import CORES, filled_by_host, workers
+from rajax.kernels.nearest_center import CHUNK
+from rajax.models.wave import CLUSTERS_PER_GROUP, SelectionRule, group_labels, second_order
 from rajax.wave import Wave, log_counts
 
 WORTH_A_THREAD = 1 << 18
 """Numbers in a layer's means from which on its heads are shared out to threads."""
 
+OPEN_P = 0.9
+"""The clusters of as few groups are looked at as leave a share of 1 - OPEN_P of the groups' ranks to the others."""
+
+LEAST_OPEN = 16
+"""Groups of half a head whose clusters are looked at in any case."""
+
+_group_labels = jax.jit(group_labels)
+
 
 def bits(a: np.ndarray) -> np.ndarray:
     """An array as compiled code reads it: bfloat16 as its bits, float32 as it is."""
     return a.view(np.uint16) if a.dtype == ml_dtypes.bfloat16 else a
+
+
+class Groups(NamedTuple):
+    """Groups of clusters like one another, [2 K, n, ...]: what `cluster_attention` reads in place of them."""
+
+    means: np.ndarray
+    mean_values: np.ndarray
+    log_masses: np.ndarray
+    importances: np.ndarray
+    ends: np.ndarray
 
 
 class LayerClusters:
@@ -58,24 +77,35 @@ class LayerClusters:
         self.starts, self.sizes = (np.zeros(shape, np.int32) for _ in range(2))
         self.whole = np.zeros((shape[0], 2), np.int64)
         """From where to where each half attends to keys whatever their clusters."""
+        rows = np.zeros((shape[0], 0), np.float32)
+        none = np.zeros((shape[0], 0, width), np.float32)
+        self.groups = [Groups(none, none, rows, rows, np.zeros((shape[0], 0), np.int64))]
+        """Of each call of `adopt`, after none at all."""
         self._compiled = compiled(width)
-        means, mean_values, keys, values = map(
-            bits, (self.means, self.mean_values, blocks.keys, blocks.values)
-        )
-        tables = self.log_masses, self.importances, self.starts, self.sizes
-        self._arrays = means, mean_values, *tables, keys, values, self.whole
         share = -1.0 if rule.share is None else rule.share
-        self._settings = share, rule.top_p, -(-rule.least // HALVES), -(-rule.most // HALVES)
+        least_open = LEAST_OPEN if rule.share is None else places
+        self._settings = (
+            OPEN_P,
+            least_open,
+            share,
+            rule.top_p,
+            -(-rule.least // HALVES),
+            -(-rule.most // HALVES),
+        )
+        self._blocks = blocks
+        self._set_arrays()
         self.used = 0
         """Places taken so far in each half."""
         self._dealt = 0
         self.held = 0
         """Keys in clusters, of all heads together."""
-        self.ranked = 0
-        """Clusters that a step ranks, of all heads together."""
 
-    def adopt(self, new: NewClusters, corrections: np.ndarray, whole: np.ndarray) -> None:
-        """Takes clusters over; heads that are `whole` [K] attend to all their keys instead."""
+    def adopt(self, new: NewClusters, whole: np.ndarray, root: np.ndarray) -> None:
+        """Takes clusters over; heads that are `whole` [K] attend to all their keys instead.
+
+        `root` [K, H, H] are the coordinates in which the spreads are measured.
+        """
+        new, ends = _grouped(new, root)
         # The next half's turn: neither may get more than the other.
         first, number = self._dealt % HALVES, new.sizes.shape[1]
         self._dealt += number
@@ -86,34 +116,130 @@ class LayerClusters:
             _halves(new.means, first),
             _halves(new.mean_values, first),
         )
-        masses = np.where(whole[:, None], -np.inf, log_counts(new.sizes) + corrections)
+        sizes = np.where(whole[:, None], 0, new.sizes)
+        masses = log_counts(sizes) + self._corrections(new.spreads)
         self.log_masses[:, here] = _halves(masses, first, -np.inf)
         if self.rule.rank_by == "spread":
             self.importances[:, here] = _halves(new.spreads, first)
         self.starts[:, here], self.sizes[:, here] = _halves(new.starts, first), _halves(new.sizes, first)
         for k in np.flatnonzero(whole).tolist():
-            ends = int(new.sizes[k].sum()) * np.arange(HALVES + 1) // HALVES
-            self.whole[HALVES * k : HALVES * (k + 1)] = np.stack([ends[:-1], ends[1:]], axis=1)
+            parts = int(new.sizes[k].sum()) * np.arange(HALVES + 1) // HALVES
+            self.whole[HALVES * k : HALVES * (k + 1)] = np.stack([parts[:-1], parts[1:]], axis=1)
+        # Half h has those of the clusters 0, 1, ... whose number is h - first, give or take a multiple of `HALVES`.
+        half = np.tile(np.arange(HALVES), len(whole))[:, None]
+        edges = self.used + (first - half + HALVES - 1 + np.repeat(ends, HALVES, axis=0)) // HALVES
+        edges[:, 0], edges[:, -1] = self.used, here.stop
+        dealt = (_halves(a, first) for a in (new.means, new.mean_values, sizes, new.spreads))
+        self.groups.append(self._describe(edges, *dealt, np.repeat(root, HALVES, axis=0)))
         self.used = here.stop
         self.held += int(new.sizes.sum())
-        self.ranked = int((self.log_masses > -np.inf).sum())
+        self._set_arrays()
+
+    def _corrections(self, spreads: np.ndarray) -> np.ndarray:
+        return second_order(spreads) if self.rule.rank_by == "spread" else np.zeros_like(spreads)
+
+    def _describe(
+        self,
+        edges: np.ndarray,
+        means: np.ndarray,
+        mean_values: np.ndarray,
+        sizes: np.ndarray,
+        spreads: np.ndarray,
+        root: np.ndarray,
+    ) -> Groups:
+        """The groups between edges [2 K, n + 1] of clusters [2 K, c, ...], of which the first is at the first edge."""
+        rows, number, width = len(edges), edges.shape[1] - 1, means.shape[2]
+        group_means, group_values = np.zeros((2, rows, number, width), np.float32)
+        counts, group_spreads = np.zeros((2, rows, number), np.float32)
+        for k in range(rows):
+            lengths = np.diff(edges[k])
+            filled = np.flatnonzero(lengths)
+            starts, lengths = edges[k][filled] - edges[k, 0], lengths[filled]
+            weights = sizes[k].astype(np.float32)
+            total = np.add.reduceat(weights, starts)
+            share = (weights / np.repeat(np.maximum(total, 1), lengths))[:, None]
+            counts[k, filled] = total
+            group_means[k, filled] = np.add.reduceat(share * means[k], starts)
+            group_values[k, filled] = np.add.reduceat(share * mean_values[k], starts)
+            apart = (means[k] - np.repeat(group_means[k, filled], lengths, axis=0)) @ root[k]
+            variances = spreads[k] ** 2 + (apart**2).sum(1)
+            group_spreads[k, filled] = np.sqrt(np.add.reduceat(share[:, 0] * variances, starts))
+        return Groups(
+            group_means,
+            group_values,
+            log_counts(counts) + self._corrections(group_spreads),
+            group_spreads if self.rule.rank_by == "spread" else np.ones_like(group_spreads),
+            edges[:, 1:],
+        )
+
+    def _set_arrays(self) -> None:
+        """What compiled code is called with, besides queries, settings and places for the answer."""
+        means, mean_values, masses, importances, ends = (
+            np.concatenate(parts, axis=1) for parts in zip(*self.groups, strict=True)
+        )
+        self._group_count = ends.shape[1]
+        # As many more as are read together.
+        means, mean_values = (
+            np.pad(a, ((0, 0), (0, TOGETHER), (0, 0))).astype(self.means.dtype) for a in (means, mean_values)
+        )
+        ends = np.pad(ends, ((0, 0), (1, 0))).astype(np.int32)
+        tables = self.log_masses, self.importances, self.starts, self.sizes
+        groups = means, mean_values, masses, importances, ends
+        arrays = self.means, self.mean_values, *tables, *groups, self._blocks.keys, self._blocks.values
+        self._arrays = *map(bits, arrays), self.whole
 
     def attend(self, queries: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Writes the partials of queries [K, G, H] over all clusters to out [2 K, G, H + 2]: numerators,
         denominators, maxima.
 
-        Returns [2 K, 4] integers: the clusters retrieved, the keys attended to, and the cycles of the two.
+        Returns [2 K, 5] integers: the clusters retrieved, the keys attended to, the means of clusters and groups looked
+        at, and the cycles of ranking and of attending.
         """
         heads, groups, width = queries.shape
         padded = np.zeros((heads, -(-groups // TOGETHER) * TOGETHER, width), np.float32)
         padded[:, :groups] = queries
-        counts = np.empty((len(out), 4), np.int64)
+        counts = np.empty((len(out), 5), np.int64)
 
-        def some(first: int, last: int) -> None:
-            self._compiled(first, last, padded, *self._arrays, self.used, *self._settings, counts, out)
+        turns, failures = np.zeros(2, np.int64), []
 
-        share_out(some, len(out), CORES if self.means.size >= WORTH_A_THREAD else 1)
+        def work() -> None:
+            try:
+                self._compiled(turns, padded, *self._arrays, self._group_count, *self._settings, counts, out)
+            except BaseException as failure:
+                failures.append(failure)
+                turns[1] += len(out)  # nobody shall wait for this one
+
+        if self.means.size >= WORTH_A_THREAD:
+            for _ in range(min(CORES, len(out)) - 1):
+                workers().submit(work)
+        work()
+        wait(turns, len(out))
+        if failures:
+            raise failures[0]
         return counts
+
+
+def _grouped(new: NewClusters, root: np.ndarray) -> tuple[NewClusters, np.ndarray]:
+    """The clusters ordered by group, and [K, n + 1] where in that order each group of a head begins and the last ends.
+
+    A few clusters are one group.
+    """
+    heads, count = new.sizes.shape
+    if count <= 4 * CLUSTERS_PER_GROUP:
+        return new, np.tile([0, count], (heads, 1))
+    missing = -count % CHUNK  # for fewer compilations
+    means = np.pad(new.means, ((0, 0), (0, missing), (0, 0)))
+    labels = np.asarray(_group_labels(means, np.pad(new.sizes, ((0, 0), (0, missing))), root))[:, :count]
+    number = int(labels.max()) + 1
+    order = np.argsort(labels, axis=1, kind="stable")
+    names = "means", "mean_values", "sizes", "spreads", "radii", "starts"
+
+    def ordered(a: np.ndarray) -> np.ndarray:
+        return np.take_along_axis(a, order.reshape(*order.shape, *(1,) * (a.ndim - 2)), axis=1)
+
+    new = dataclasses.replace(new, **{name: ordered(getattr(new, name)) for name in names})
+    ends = np.cumsum([np.bincount(row, minlength=number) for row in labels], axis=1)
+    return new, np.pad(ends, ((0, 0), (1, 0)))
 
 
 def _halves(a: np.ndarray, first: int, empty: float = 0) -> np.ndarray:
@@ -130,7 +256,7 @@ class HostWaveCounters:
 
     Attributes:
       offloaded: offloaded keys in clusters, per query head.
-      ranked: clusters that were ranked, per query head.
+      ranked: means of clusters and groups that were ranked, per query head.
       attended: keys attended to exactly, per query head.
     """
 
@@ -170,13 +296,13 @@ class HostWaveStore(ClusterStore):
             start = time.perf_counter()
             counts = clusters.attend(queries[sequence], out[sequence])
             seconds = time.perf_counter() - start
-            _, attended, ranking, attending = counts.sum(axis=0).tolist()
+            _, attended, ranked, ranking, attending = counts.sum(axis=0).tolist()
             share = ranking / max(1, ranking + attending)
             self.seconds["host_search"] += share * seconds
             self.seconds["host_attention"] += (1 - share) * seconds
             c = self.counters
             c.offloaded += self.groups * clusters.held
-            c.ranked += self.groups * clusters.ranked
+            c.ranked += self.groups * ranked
             c.attended += self.groups * attended
 
     def statistics(self) -> dict[str, float | None]:
@@ -273,6 +399,11 @@ class HostWave(Wave):
 
     path: Any = HostWavePath
     max_clusters = 96
+    top_p = 0.95
+
+    def whole_share(self, keys: int) -> float:
+        # Below that many keys, as many whole heads as are read in the same time.
+        return min(0.2, max(1.0, 32768 / max(1, keys)) * super().whole_share(keys))
 
     def make_store(self, capacity: Sequence[int]) -> HostWaveStore:
         if self.retrieval.rank_by == "bound":
@@ -302,4 +433,5 @@ class HostWave(Wave):
             self._adopt(layer, sequence, new, np.zeros(self.kv_heads, bool))
 
     def _adopt(self, layer: int, sequence: int, new: NewClusters, whole: np.ndarray) -> None:
-        self.store.layers[layer][sequence].adopt(new, self.corrections(new.spreads), whole)
+        root = np.asarray(self._roots[layer][sequence])
+        self.store.layers[layer][sequence].adopt(new, whole, root)

@@ -400,7 +400,7 @@ def test_recall_counts_what_an_exact_search_would_find():
             {"index": "wave", "retrieved_share": 0},
             "retrieved_share must be above 0 and at most 1, or None; found 0",
         ),
-        ({"index": "wave", "top_p": None}, "top_p must be from 0 to 1; found None"),
+        ({"index": "wave", "top_p": 2}, "top_p must be from 0 to 1, or None; found 2"),
         ({"index": "wave", "update_every": 0}, "update_every must be an integer of at least 1, found 0"),
         (
             {"index": "wave", "min_clusters": 50, "max_clusters": 40},

@@ -24,13 +24,17 @@ def draw(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+def identity(heads: int, width: int) -> np.ndarray:
+    return np.broadcast_to(np.eye(width, dtype=np.float32), (heads, width, width))
+
+
 def layer(
     seed: int, heads: int, count: int, width: int, dtype: Any, rule: SelectionRule
 ) -> tuple[Blocks, NewClusters, LayerClusters]:
     """A layer's keys in random clusters, twice: as the host's blocks, and as compiled code reads them."""
     labels = np.random.default_rng(seed).integers(0, -(-count // 12), (heads, count))
     blocks = Blocks(heads, count, width, np.dtype(dtype), BLOCK_KEYS)
-    root = np.broadcast_to(np.eye(width, dtype=np.float32), (heads, width, width))
+    root = identity(heads, width)
     new = blocks.add(
         draw(seed, heads, count, width), draw(seed + 1, heads, count, width), labels, root, None, None
     )
@@ -92,8 +96,7 @@ def test_compiled_attention_equals_plain_jax(shape, changes):
     heads, groups, width = shape
     chosen = rule(**changes)
     blocks, new, clusters = layer(0, heads, 700, width, np.float32, chosen)
-    corrections = second_order(new.spreads) if chosen.rank_by == "spread" else np.zeros_like(new.spreads)
-    clusters.adopt(new, corrections, np.zeros(heads, bool))
+    clusters.adopt(new, np.zeros(heads, bool), identity(heads, width))
     queries = 0.7 * draw(3, heads, groups, width)
     got, counts = attend(clusters, queries)
     # `LayerClusters` shares the bounds out to the halves.
@@ -124,12 +127,91 @@ def test_compiled_attention_equals_plain_jax(shape, changes):
     )
 
 
+def softmax_parts(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sums of exp(scores [G, n]) values [n, H], and of exp(scores)."""
+    weights = np.exp(scores.astype(np.float64))
+    return weights @ values, weights.sum(1)
+
+
+@pytest.mark.parametrize("least_open", [1, 3])
+@pytest.mark.parametrize("open_p", [0.0, 0.5, 0.9])
+def test_groups_that_are_not_opened_are_estimated(open_p, least_open, monkeypatch):
+    """Against the definition, written out."""
+    monkeypatch.setattr(wave_host, "OPEN_P", open_p)
+    monkeypatch.setattr(wave_host, "LEAST_OPEN", least_open)
+    heads, groups, width, chosen = 2, 3, 16, rule(least=6, most=6)
+    blocks, new, clusters = layer(20, heads, 5000, width, np.float32, chosen)
+    clusters.adopt(new, np.zeros(heads, bool), identity(heads, width))
+    table = clusters.groups[-1]
+    queries = draw(21, heads, groups, width)
+    got, counts = attend(clusters, queries)
+    numerator, denominator = np.zeros((heads, groups, width)), np.zeros((heads, groups))
+    for row in range(HALVES * heads):
+        k = row // HALVES
+        far = queries[k] @ table.means[row].T + table.log_masses[row]
+        shares = np.exp(far - far.max(1, keepdims=True))
+        ranks = (shares / shares.sum(1, keepdims=True)).sum(0) * table.importances[row]
+        order, left = np.argsort(-ranks), ranks.sum()
+        opened = []
+        for group in order:
+            if len(opened) >= least_open and left <= (1 - open_p) * ranks.sum():
+                break
+            opened.append(group)
+            left -= ranks[group]
+        assert len(opened) < len(ranks), "some stay closed"
+        starts = np.concatenate([[0], table.ends[row]])
+        near = np.concatenate([np.arange(starts[g], starts[g + 1]) for g in opened])
+        scores = queries[k] @ clusters.means[row, near].T + clusters.log_masses[row, near]
+        shares = np.exp(scores - scores.max(1, keepdims=True))
+        ranks = (shares / shares.sum(1, keepdims=True)).sum(0) * clusters.importances[row, near]
+        retrieved = np.argsort(-ranks)[:3]
+        closed = np.setdiff1d(np.arange(len(order)), opened)
+        rest = np.setdiff1d(np.arange(len(near)), retrieved)
+        keys = np.concatenate(
+            [clusters.starts[row, c] + np.arange(clusters.sizes[row, c]) for c in near[retrieved]]
+        )
+        parts = [
+            (far[:, closed], table.mean_values[row, closed]),
+            (scores[:, rest], clusters.mean_values[row, near[rest]]),
+            (queries[k] @ blocks.keys[k, keys].T, blocks.values[k, keys]),
+        ]
+        for part in parts:
+            sums, total = softmax_parts(*part)
+            numerator[k] += sums
+            denominator[k] += total
+        assert counts[row, :2].tolist() == [3, len(keys)]
+        assert len(near) + len(order) <= counts[row, 2] <= len(near) + len(order) + 3 * len(opened)
+    np.testing.assert_allclose(finish(got), numerator / denominator[..., None], atol=2e-3)
+    np.testing.assert_allclose(np.log(np.asarray(got.denominator)) + got.max, np.log(denominator), atol=2e-3)
+
+
+def test_groups_hold_all_keys_once():
+    """After a prompt and two updates, one of them of an odd number of clusters."""
+    heads, width = 3, 16
+    labels = np.random.default_rng(0).integers(0, 400, (heads, 5000))
+    blocks = Blocks(heads, 6000, width, np.dtype(np.float32), BLOCK_KEYS)
+    root, arrays = identity(heads, width), (draw(1, heads, 5000, width), draw(2, heads, 5000, width))
+    clusters = LayerClusters(blocks, 400, rule())
+    for first, last in ((0, 4600), (4600, 4741), (4741, 5000)):
+        here = slice(first, last)
+        taken = (a[:, here] for a in (*arrays, labels))
+        clusters.adopt(blocks.add(*taken, root, None, None), np.zeros(heads, bool), root)
+    ends = np.concatenate([g.ends for g in clusters.groups], axis=1)
+    assert (np.diff(ends, axis=1) >= 0).all()
+    assert (ends[:, -1] == clusters.used).all()
+    counts = np.exp(np.concatenate([g.log_masses for g in clusters.groups], axis=1))
+    spreads = np.concatenate([g.importances for g in clusters.groups], axis=1)
+    keys = (counts / np.exp(second_order(spreads))).reshape(heads, -1).sum(1)
+    np.testing.assert_allclose(keys, 5000, rtol=1e-4)
+    assert clusters.sizes.reshape(heads, -1).sum(1).tolist() == [5000] * heads
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_a_whole_head_and_all_clusters_retrieved_are_dense_attention(dtype):
     heads, count, width = 2, 500, 16
     everything = rule(share=1.0, most=1000)
     blocks, new, clusters = layer(5, heads, count, width, dtype, everything)
-    clusters.adopt(new, np.zeros_like(new.spreads), np.array([True, False]))
+    clusters.adopt(new, np.array([True, False]), identity(heads, width))
     queries = draw(7, heads, 3, width)
     got, counts = attend(clusters, queries)
     assert counts[:, 1].sum() == heads * count
@@ -142,7 +224,7 @@ def test_a_whole_head_and_all_clusters_retrieved_are_dense_attention(dtype):
 
 def test_large_scores_overflow_nothing():
     _, new, clusters = layer(8, 1, 300, 8, np.float32, rule())
-    clusters.adopt(new, second_order(new.spreads), np.zeros(1, bool))
+    clusters.adopt(new, np.zeros(1, bool), identity(1, 8))
     got, _ = attend(clusters, 1e3 * draw(9, 1, 2, 8))
     assert np.isfinite(np.asarray(finish(got))).all()
     assert (np.asarray(got.denominator) > 0).all()
@@ -158,7 +240,7 @@ def test_no_clusters_are_no_keys():
 
 def test_threads_change_nothing(monkeypatch):
     _, new, clusters = layer(12, 3, 900, 16, np.float32, rule())
-    clusters.adopt(new, second_order(new.spreads), np.zeros(3, bool))
+    clusters.adopt(new, np.zeros(3, bool), identity(3, 16))
     queries = draw(13, 3, 3, 16)
     alone, _ = attend(clusters, queries)
     monkeypatch.setattr(wave_host, "WORTH_A_THREAD", 0)

@@ -22,10 +22,12 @@ ROWS = 256
 def product(x: jax.Array, kernel: jax.Array, dimensions: Any, **settings: Any) -> jax.Array:
     """`jax.lax.dot_general`, for `flax.nnx.Linear`: x [..., I] and kernel [I, O] to [..., O].
 
-    Within `jax.default_matmul_precision("BF16_BF16_F32")` the operands are rounded to bfloat16 and sums are float32. On
-    a CPU with AMX that is `tile_product`; anywhere else XLA.
+    Within `jax.default_matmul_precision("BF16_BF16_F32")` the operands are rounded to bfloat16 and sums are float32,
+    unless there are so few rows that reading the kernel takes all the time. On a CPU with AMX that is `tile_product`;
+    anywhere else XLA.
     """
-    if not tiles.rounded() or x.dtype != jnp.float32:
+    few = x.size // x.shape[-1] < tiles.LANES
+    if few or not tiles.rounded() or x.dtype != jnp.float32:
         return jax.lax.dot_general(x, kernel, dimensions, **settings)
     if not tiles.chosen():
         # XLA's CPU takes no notice of the precision, so the operands are rounded here.

@@ -57,9 +57,10 @@ class Exam:
     def misjudged(
         self, k: int, keys: np.ndarray, sizes: np.ndarray, means: np.ndarray, spreads: np.ndarray
     ) -> float:
-        """The share of attention that estimates put in the wrong place, root mean square over the queries of head k.
+        """The largest share of attention that a cluster's estimate is off by, root mean square over queries of head k.
 
-        The clusters are those of keys [S, H], in order.
+        Many small errors cancel in a sum of values; one large one is a key that should have been copied. The clusters
+        are those of keys [S, H], in order.
         """
         groups, number, width = self.queries[k].shape
         queries = self.queries[k].reshape(-1, width)
@@ -75,7 +76,7 @@ class Exam:
             left = np.tile(rank <= limit, (groups, 1))
         else:
             left = np.zeros(estimates.shape, bool)
-        wrong = (np.abs(mass - estimates) * left).sum(1) / (seen + mass.sum(1))
+        wrong = (np.abs(mass - estimates) * left).max(1) / (seen + mass.sum(1))
         return float(np.sqrt((wrong**2).mean()))
 
 

@@ -9,6 +9,7 @@ Letters: `B` batch, `T` tokens, `S` prompt length rounded up, `K` key/value head
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -265,7 +266,8 @@ def _join(static: Any, leaves: list[jax.Array]) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("static", "block", "precision"), donate_argnames=("x",))
 def _prefill_layer(static, leaves, x, rope, sampled, *, block, precision):
-    with jax.default_matmul_precision(precision):
+    # None leaves what the user set for JAX.
+    with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
         return _join(static, leaves).prefill(x, rope, sampled, block=block)
 
 

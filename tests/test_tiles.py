@@ -38,7 +38,8 @@ def linear(x, kernel):
 
 
 @pytest.mark.parametrize(
-    ("shape", "outputs"), [((1, 32), 32), ((3, 70), 40), ((2, 5, 576), 192), ((300, 33), 1), ((512, 64), 96)]
+    ("shape", "outputs"),
+    [((32, 32), 32), ((33, 70), 40), ((2, 25, 576), 192), ((300, 33), 1), ((512, 64), 96)],
 )
 def test_product_is_that_of_rounded_operands(rounded, shape, outputs):
     draw = np.random.default_rng(len(shape))
@@ -55,6 +56,13 @@ def test_products_are_not_rounded_unless_asked():
     draw = np.random.default_rng(0)
     x, kernel = (draw.standard_normal((64, 64)).astype(np.float32) for _ in range(2))
     assert not tiles.chosen()
+    np.testing.assert_allclose(linear(x, kernel), x.astype(np.float64) @ kernel, atol=1e-4)
+
+
+def test_few_rows_are_not_rounded(rounded):
+    draw = np.random.default_rng(0)
+    x, kernel = draw.standard_normal((31, 64)).astype(np.float32), draw.standard_normal((64, 64))
+    kernel = kernel.astype(np.float32)
     np.testing.assert_allclose(linear(x, kernel), x.astype(np.float64) @ kernel, atol=1e-4)
 
 

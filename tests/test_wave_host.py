@@ -17,7 +17,7 @@ from rajax.clusters import Blocks, NewClusters
 from rajax.kernels import Partial, finish, merge
 from rajax.models.wave import BLOCK_KEYS, Clusters, SelectionRule, attend_blocks, second_order, select
 from rajax.session import Session, prefill
-from rajax.wave_host import HostWaveStore, LayerClusters, join_halves
+from rajax.wave_host import HostWave, HostWaveStore, LayerClusters, join_halves
 
 
 def draw(seed: int, *shape: int) -> np.ndarray:
@@ -247,6 +247,12 @@ def test_threads_change_nothing(monkeypatch):
     monkeypatch.setattr(wave_host, "CORES", 4)
     shared, _ = attend(clusters, queries)
     np.testing.assert_array_equal(finish(shared), finish(alone))
+
+
+def test_more_heads_are_whole_in_short_texts():
+    wave = object.__new__(HostWave)
+    shares = [wave.whole_share(keys) for keys in (0, 1000, 8192, 32768, 1 << 20)]
+    np.testing.assert_allclose(shares, [0.2, 0.2, 0.12, 0.03, 0.03])
 
 
 def settings(**changes: Any) -> rajax.RetrievalConfig:

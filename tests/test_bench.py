@@ -22,7 +22,7 @@ from rajax.session import Session, prefill
 
 KEYS = {
     "attention", "test", "depth", "median_ms", "spread_ms", "tokens_per_s", "kl", "device_bytes", "host_bytes",
-    "stages", "index_s", "steps", "model", "dtype", "rope_scaling", "device", "threads",
+    "stages", "index_s", "steps", "model", "dtype", "prefill_precision", "rope_scaling", "device", "threads",
 }  # fmt: skip
 
 

@@ -313,10 +313,10 @@ def compiled(width: int) -> Callable[..., None]:
         """
         heads, real = out.shape[1], queries.shape[1]
         while True:
-            k = _add_to(turns.ctypes.data, 1)  # type: ignore[call-arg]
+            k: Any = _add_to(turns.ctypes.data, 1)  # type: ignore[call-arg]
             if k >= len(out):
                 break
-            began: Any = _cycles()  # type: ignore[call-arg]
+            began: Any = _cycles()
             real_queries = queries[k // HALVES]
             # What lies past the last group stays 0, for `_add` to read.
             far = np.zeros((real, groups + TOGETHER), np.float32)
@@ -431,7 +431,7 @@ def compiled(width: int) -> Callable[..., None]:
                 out[k, g, width + 1] = top
             counts[k, 0], counts[k, 1], counts[k, 2] = chosen, attended, groups + places
             counts[k, 3], counts[k, 4] = ranked - began, _cycles() - ranked
-            _add_to(turns[1:].ctypes.data, 1)  # type: ignore[call-arg]
+            _add_to(turns[1:].ctypes.data, 1)
 
     function = njit(fastmath=FAST, nogil=True)(_attend)
     # Where there is no place to write, every process compiles anew.

@@ -38,6 +38,9 @@ OPEN_P = 0.9
 LEAST_OPEN = 16
 """Groups of half a head whose clusters are looked at in any case."""
 
+WHOLE_KEYS = 2048
+"""Keys per head, on average over all heads, that whole heads may have where the settings leave their number open."""
+
 _group_labels = jax.jit(group_labels)
 
 
@@ -129,8 +132,10 @@ class LayerClusters:
         half = np.tile(np.arange(HALVES), len(whole))[:, None]
         edges = self.used + (first - half + HALVES - 1 + np.repeat(ends, HALVES, axis=0)) // HALVES
         edges[:, 0], edges[:, -1] = self.used, here.stop
-        dealt = (_halves(a, first) for a in (new.means, new.mean_values, sizes, new.spreads))
-        self.groups.append(self._describe(edges, *dealt, np.repeat(root, HALVES, axis=0)))
+        arrays = new.means, new.mean_values, sizes, new.spreads
+        means, mean_values, sizes, spreads = (_halves(a, first) for a in arrays)
+        roots = np.repeat(root, HALVES, axis=0)
+        self.groups.append(self._describe(edges, means, mean_values, sizes, spreads, roots))
         self.used = here.stop
         self.held += int(new.sizes.sum())
         self._set_arrays()
@@ -402,8 +407,7 @@ class HostWave(Wave):
     top_p = 0.95
 
     def whole_share(self, keys: int) -> float:
-        # Below that many keys, as many whole heads as are read in the same time.
-        return min(0.2, max(1.0, 32768 / max(1, keys)) * super().whole_share(keys))
+        return min(1.0, max(WHOLE_KEYS / max(1, keys), super().whole_share(keys)))
 
     def make_store(self, capacity: Sequence[int]) -> HostWaveStore:
         if self.retrieval.rank_by == "bound":

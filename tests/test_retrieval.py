@@ -44,6 +44,8 @@ def config(index: str = "scann", keys: int = ALL, **settings: Any) -> rajax.Retr
     zone: dict[str, Any] = {"sink_tokens": 3, "window": 9}
     if "wave" in index:
         zone |= {"host_dtype": "float32", "wave_buffer": index != HOST_WAVE}
+        if index == HOST_WAVE:
+            zone |= {"whole_heads": 0.0}
         index = "wave"
     if INDEXES[index]:
         kind: dict[str, Any] = {"exact_below": 0, "leaves_searched": 1.0, "top_k": keys}

@@ -57,7 +57,9 @@ def answers(
 @pytest.mark.parametrize("index", ["scann", "wave"])
 def test_the_needle_is_found(smollm2, index):
     """A short one for every run: some 1,900 keys, of which 64 are retrieved, or some 20 clusters."""
-    kind: dict[str, Any] = {"max_clusters": 20} if index == "wave" else {"top_k": 64, "exact_below": 512}
+    kind: dict[str, Any] = (
+        {"max_clusters": 20, "whole_heads": 0.03} if index == "wave" else {"top_k": 64, "exact_below": 512}
+    )
     small = rajax.RetrievalConfig(index=index, sink_tokens=32, window=64, **kind)
     assert list(answers(smollm2, 2000, 0.5, 1, small)) == [True, True]
 

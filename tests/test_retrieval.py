@@ -63,7 +63,9 @@ KINDS = [*sorted(INDEXES), HOST_WAVE]
 def _nothing_left_behind():
     yield
     assert handles._requests == {}
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("rajax")]
+    # The process's own, one for each core, serve all requests.
+    names = [t.name for t in threading.enumerate() if not t.name.startswith("rajax-cores")]
+    assert not [name for name in names if name.startswith("rajax")]
 
 
 @pytest.mark.parametrize("index", KINDS)
@@ -475,7 +477,7 @@ def test_no_array_of_the_prefill_is_as_large_as_the_prompt_squared():
         x = jax.ShapeDtypeStruct((1, length, 64), np.float32)
         positions = sample_positions(length, 512)
         jaxpr = jax.make_jaxpr(
-            lambda x: _prefill_layer(static, leaves, x, session.rope, positions, block=512)
+            lambda x: _prefill_layer(static, leaves, x, session.rope, positions, block=512, precision=None)
         )(x)
     sizes = list(_sizes(jaxpr.jaxpr))
     assert len(sizes) > 50

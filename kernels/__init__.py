@@ -1,4 +1,4 @@
-"""Floor 0: attention kernels, each with its plain-JAX reference in the same file."""
+"""Floor 0: kernels, each with a plain-JAX reference: attention, and what a CPU's matrix unit does for prompts."""
 
 from rajax.kernels.linear import product
 from rajax.kernels.nearest_center import nearest_center

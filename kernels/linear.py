@@ -40,17 +40,12 @@ def product(x: jax.Array, kernel: jax.Array, dimensions: Any, **settings: Any) -
 def tile_product(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x [R, I] times kernel [I, O], both rounded to bfloat16, as float32 [R, O]."""
     rows, outputs = len(x), kernel.shape[1]
-    x, kernel = _padded(x.astype(jnp.bfloat16)), _padded(kernel.astype(jnp.bfloat16))
+    x, kernel = tiles.padded(x), tiles.padded(kernel)
     result = jax.ShapeDtypeStruct((len(x), kernel.shape[1]), jnp.float32)
     # Right tiles one after the other: [O / 16, I / 2, 16, 2].
     pairs = kernel.reshape(len(kernel) // 2, 2, -1, 16).transpose(2, 0, 3, 1)
     (out,) = filled_by_host(_fill, (result,), x, pairs)
     return out[:rows, :outputs]
-
-
-def _padded(a: jax.Array) -> jax.Array:
-    """a with zeros behind it, to a multiple of `tiles.LANES` on each side."""
-    return jnp.pad(a, [(0, -n % tiles.LANES) for n in a.shape])
 
 
 def _fill(x: np.ndarray, pairs: np.ndarray, out: np.ndarray) -> None:
@@ -78,21 +73,8 @@ def _multiply(configuration, x, pairs, first, last, out):
             right = pairs.ctypes.data + o // 16 * width
             for r in range(some, min(some + ROWS, last), 32):
                 left, to = x.ctypes.data + 2 * r * inputs, out.ctypes.data + 4 * (r * outputs + o)
-                tiles.clear(0)
-                tiles.clear(1)
-                tiles.clear(2)
-                tiles.clear(3)
+                tiles.clear_block()
                 for i in range(0, inputs, 32):
-                    tiles.load(4, left + 2 * i, 2 * inputs)
-                    tiles.load(5, left + 2 * (16 * inputs + i), 2 * inputs)
-                    tiles.load(6, right + 32 * i, 64)
-                    tiles.load(7, right + 32 * i + width, 64)
-                    tiles.multiply_add(0, 4, 6)
-                    tiles.multiply_add(1, 4, 7)
-                    tiles.multiply_add(2, 5, 6)
-                    tiles.multiply_add(3, 5, 7)
-                tiles.store(0, to, 4 * outputs)
-                tiles.store(1, to + 64, 4 * outputs)
-                tiles.store(2, to + 64 * outputs, 4 * outputs)
-                tiles.store(3, to + 64 * outputs + 64, 4 * outputs)
+                    tiles.multiply_block(left + 2 * i, 2 * inputs, right + 32 * i, width, 64)
+                tiles.store_block(to, 4 * outputs)
     tiles.release()

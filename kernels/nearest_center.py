@@ -66,16 +66,13 @@ def _by_tiles(
     points: jax.Array, weights: jax.Array, centers: jax.Array, offsets: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     number, width = centers.shape
-
-    def rounded(a: jax.Array) -> jax.Array:
-        return jnp.pad(a.astype(jnp.bfloat16), [(0, -n % LANES) for n in a.shape])
-
     offsets = jnp.pad(offsets, (0, -number % LANES), constant_values=-jnp.inf)
     shapes = (
         jax.ShapeDtypeStruct(weights.shape, jnp.int32),
         jax.ShapeDtypeStruct((number, width + 1), jnp.float32),
     )
-    labels, sums = filled_by_host(_fill, shapes, points, rounded(points), weights, rounded(centers), offsets)
+    operands = points, tiles.padded(points), weights, tiles.padded(centers), offsets
+    labels, sums = filled_by_host(_fill, shapes, *operands)
     return labels, sums
 
 
@@ -106,39 +103,22 @@ def _compiled() -> tuple[Any, Any]:
 
 def _assign(configuration, points, centers, offsets, first, last, labels):
     """Labels of the points first .. last - 1, counted in `LANES` of them."""
-    width, half = points.shape[1], LANES // 2
-    pairs = np.empty((2, width // 2, half), np.uint32)
+    width = points.shape[1]
+    pairs = np.empty((2, width // 2, LANES // 2), np.uint32)
     scores = np.empty((LANES, LANES), np.float32)
     best, index = np.empty(LANES, np.float32), np.empty(LANES, np.int32)
     tiles.configure(configuration.ctypes.data)  # type: ignore[call-arg]
     for chunk in range(first, last):
-        for i in range(width // 2):
-            for j in range(LANES):
-                x = np.uint32(points[chunk * LANES + j, 2 * i])
-                y = np.uint32(points[chunk * LANES + j, 2 * i + 1])
-                pairs[j // half, i, j % half] = x | (y << np.uint32(16))
+        tiles.interleave(points[chunk * LANES : (chunk + 1) * LANES], pairs)
         best[:] = -np.inf
         index[:] = 0
         for c in range(0, len(centers), LANES):
             left = centers.ctypes.data + 2 * c * width
             right, to = pairs.ctypes.data, scores.ctypes.data
-            tiles.clear(0)
-            tiles.clear(1)
-            tiles.clear(2)
-            tiles.clear(3)
+            tiles.clear_block()
             for h in range(0, width, 32):
-                tiles.load(4, left + 2 * h, 2 * width)
-                tiles.load(5, left + 2 * (16 * width + h), 2 * width)
-                tiles.load(6, right + 32 * h, 64)
-                tiles.load(7, right + 32 * (width + h), 64)
-                tiles.multiply_add(0, 4, 6)
-                tiles.multiply_add(1, 4, 7)
-                tiles.multiply_add(2, 5, 6)
-                tiles.multiply_add(3, 5, 7)
-            tiles.store(0, to, 4 * LANES)
-            tiles.store(1, to + 64, 4 * LANES)
-            tiles.store(2, to + 64 * LANES, 4 * LANES)
-            tiles.store(3, to + 64 * LANES + 64, 4 * LANES)
+                tiles.multiply_block(left + 2 * h, 2 * width, right + 32 * h, 32 * width, 64)
+            tiles.store_block(to, 4 * LANES)
             for j in range(LANES):
                 for i in range(LANES):
                     score = scores[j, i] + offsets[c + j]

@@ -75,7 +75,6 @@ def _fill(q: np.ndarray, keys: np.ndarray, values: np.ndarray, start: np.ndarray
 @functools.cache
 def _compiled(width: int) -> Any:
     """`_attend` for a head dim, which is compiled in."""
-    half = LANES // 2
 
     def _attend(configuration, q, keys, values, start, first, last, out):
         """Pieces first .. last - 1 of q [B, T, N, H], each one head and at most `QUERIES` positions, over keys
@@ -85,7 +84,7 @@ def _compiled(width: int) -> Any:
         scores = np.empty((STEP, LANES), np.float32)
         weights = np.empty((STEP // 2, LANES), np.uint32)
         # Of each 32 queries, in two right tiles' columns: pairs of numbers, by half, pair and query.
-        pairs = np.empty((QUERIES // LANES, 2, width // 2, half), np.uint32)
+        pairs = np.empty((QUERIES // LANES, 2, width // 2, LANES // 2), np.uint32)
         sums = np.empty((QUERIES // LANES, width, LANES), np.float32)
         totals = np.empty((QUERIES // LANES, LANES), np.float32)
         tops = np.empty((QUERIES // LANES, LANES), np.float32)
@@ -97,11 +96,8 @@ def _compiled(width: int) -> Any:
             b, n = head // heads, head % heads
             chunks = min(QUERIES, length - row) // LANES
             for c in range(chunks):
-                for i in range(width // 2):
-                    for j in range(LANES):
-                        at = row + c * LANES + j
-                        x, y = np.uint32(q[b, at, n, 2 * i]), np.uint32(q[b, at, n, 2 * i + 1])
-                        pairs[c, j // half, i, j % half] = x | (y << np.uint32(16))
+                at = row + c * LANES
+                tiles.interleave(q[b, at : at + LANES, n], pairs[c])
                 sums[c] = 0
                 totals[c] = 0
                 tops[c] = -np.inf
@@ -118,24 +114,12 @@ def _compiled(width: int) -> Any:
                     at_scores, at_weights = scores.ctypes.data, weights.ctypes.data
                     at_pairs = pairs.ctypes.data + 4 * LANES * (width // 2) * c
                     for j in range(0, number, 32):
-                        tiles.clear(0)
-                        tiles.clear(1)
-                        tiles.clear(2)
-                        tiles.clear(3)
+                        tiles.clear_block()
                         for h in range(0, width, 32):
-                            tiles.load(4, at_keys + 2 * (j * width + h), 2 * width)
-                            tiles.load(5, at_keys + 2 * ((j + 16) * width + h), 2 * width)
-                            tiles.load(6, at_pairs + 32 * h, 64)
-                            tiles.load(7, at_pairs + 32 * (width + h), 64)
-                            tiles.multiply_add(0, 4, 6)
-                            tiles.multiply_add(1, 4, 7)
-                            tiles.multiply_add(2, 5, 6)
-                            tiles.multiply_add(3, 5, 7)
+                            left = at_keys + 2 * (j * width + h)
+                            tiles.multiply_block(left, 2 * width, at_pairs + 32 * h, 32 * width, 64)
                         to = at_scores + 4 * LANES * j
-                        tiles.store(0, to, 4 * LANES)
-                        tiles.store(1, to + 64, 4 * LANES)
-                        tiles.store(2, to + 64 * LANES, 4 * LANES)
-                        tiles.store(3, to + 64 * LANES + 64, 4 * LANES)
+                        tiles.store_block(to, 4 * LANES)
                     if s + number - 1 > position:
                         for j in range(number):
                             for i in range(LANES):
@@ -160,25 +144,12 @@ def _compiled(width: int) -> Any:
                     )
                     for h in range(0, width, 32):
                         to = sums.ctypes.data + 4 * LANES * (c * width + h)
-                        tiles.load(0, to, 4 * LANES)
-                        tiles.load(1, to + 64, 4 * LANES)
-                        tiles.load(2, to + 64 * LANES, 4 * LANES)
-                        tiles.load(3, to + 64 * LANES + 64, 4 * LANES)
+                        tiles.load_block(to, 4 * LANES)
                         for j in range(0, number, 32):
                             left = at_values + 2 * (j * width + h * LANES)
-                            tiles.load(4, left, 64)
-                            tiles.load(5, left + 1024, 64)
                             right = at_weights + 4 * LANES * (j // 2)
-                            tiles.load(6, right, 4 * LANES)
-                            tiles.load(7, right + 64, 4 * LANES)
-                            tiles.multiply_add(0, 4, 6)
-                            tiles.multiply_add(1, 4, 7)
-                            tiles.multiply_add(2, 5, 6)
-                            tiles.multiply_add(3, 5, 7)
-                        tiles.store(0, to, 4 * LANES)
-                        tiles.store(1, to + 64, 4 * LANES)
-                        tiles.store(2, to + 64 * LANES, 4 * LANES)
-                        tiles.store(3, to + 64 * LANES + 64, 4 * LANES)
+                            tiles.multiply_block(left, 64, right, 64, 4 * LANES)
+                        tiles.store_block(to, 4 * LANES)
             for c in range(chunks):
                 for i in range(LANES):
                     scale = 1 / totals[c, i]

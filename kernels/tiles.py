@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from llvmlite import binding, ir
 from numba import njit, types
@@ -73,6 +74,11 @@ def _configuration() -> np.ndarray:
 
 
 CONFIGURATION = _configuration()
+
+
+def padded(a: jax.Array) -> jax.Array:
+    """A matrix rounded to bfloat16, with zeros behind it to a multiple of `LANES` on each side."""
+    return jnp.pad(a.astype(jnp.bfloat16), [(0, -n % LANES) for n in a.shape])
 
 
 def compile_tiles(function: Callable[..., None]) -> Any:
@@ -269,3 +275,60 @@ def weigh(context, scores, pairs, tops, weights, totals):
 
     signature = types.void(types.uintp, types.intp, types.uintp, types.uintp, types.uintp)
     return signature, generate
+
+
+# Two left tiles, one above the other, times two right ones side by side: four sums, in tiles 0 to 3. All products are
+# made of such blocks.
+
+
+@njit(inline="always")
+def clear_block():
+    """The four sums = 0"""
+    clear(0)  # type: ignore[call-arg]
+    clear(1)
+    clear(2)
+    clear(3)
+
+
+@njit(inline="always")
+def load_block(address, stride):
+    """The four sums = [32, 32] float32"""
+    load(0, address, stride)
+    load(1, address + 64, stride)
+    load(2, address + 16 * stride, stride)
+    load(3, address + 16 * stride + 64, stride)
+
+
+@njit(inline="always")
+def store_block(address, stride):
+    """[32, 32] float32 = the four sums"""
+    store(0, address, stride)
+    store(1, address + 64, stride)
+    store(2, address + 16 * stride, stride)
+    store(3, address + 16 * stride + 64, stride)
+
+
+@njit(inline="always")
+def multiply_block(left, left_stride, right, apart, right_stride):
+    """The four sums += left [32, 32] x right [32, 32], whose second tile begins `apart` bytes after the first."""
+    load(4, left, left_stride)
+    load(5, left + 16 * left_stride, left_stride)
+    load(6, right, right_stride)
+    load(7, right + apart, right_stride)
+    multiply_add(0, 4, 6)  # type: ignore[call-arg]
+    multiply_add(1, 4, 7)
+    multiply_add(2, 5, 6)
+    multiply_add(3, 5, 7)
+
+
+@njit(inline="always")
+def interleave(rows, pairs):
+    """Writes the transpose of rows [LANES, H], the bits of bfloat16, to pairs [2, H / 2, 16] uint32.
+
+    The two halves are right tiles side by side, 16 pairs each.
+    """
+    half = LANES // 2
+    for i in range(pairs.shape[1]):
+        for j in range(LANES):
+            x, y = np.uint32(rows[j, 2 * i]), np.uint32(rows[j, 2 * i + 1])
+            pairs[j // half, i, j % half] = x | (y << np.uint32(16))

@@ -165,6 +165,11 @@ def second_order(spreads: Any) -> Any:
     return 0.5 * variance / (1 + variance / 4)
 
 
+def corrections(rank_by: str, spreads: Any) -> Any:
+    """What a ranking by `rank_by` adds to the logarithm of an estimate, for spreads [...]."""
+    return second_order(spreads) if rank_by == "spread" else 0 * spreads
+
+
 def select(queries: jax.Array, clusters: Clusters, active: jax.Array, rule: SelectionRule) -> Selection:
     """Ranks the clusters for queries [B, K, G, H] and estimates those that are not retrieved.
 

@@ -186,8 +186,13 @@ def _rank(weights, count, masses, importances, ranks, tops):
 
 
 @njit(fastmath=FAST, inline="always")
-def _heaviest(weights, count, totals, heaviest):
-    """Writes the sums of weights [G, count] to totals [G], and the largest share of each column to heaviest [count]."""
+def _estimate(weights, count, values, rows, width, sums, totals):
+    """Adds values [*, H] of `rows` [count], weighted by weights [G, count], to sums [G, H].
+
+    Writes the sums of the weights to totals [G]. `TOGETHER` rows at a time are contiguous; those that weigh next to
+    nothing are not read.
+    """
+    heaviest = np.zeros(count + TOGETHER, np.float32)
     for g in range(len(totals)):
         total = np.float32(0)
         for c in range(count):
@@ -196,6 +201,10 @@ def _heaviest(weights, count, totals, heaviest):
         scale = 1 / max(total, np.float32(1))
         for c in range(count):
             heaviest[c] = max(heaviest[c], weights[g, c] * scale)
+    for c in range(0, count, TOGETHER):
+        share = max(max(heaviest[c], heaviest[c + 1]), max(heaviest[c + 2], heaviest[c + 3]))
+        if share * count > NEGLIGIBLE:
+            _add(sums, weights, c, values, rows[c], width)
 
 
 @intrinsic
@@ -312,6 +321,7 @@ def compiled(width: int) -> Callable[..., None]:
           out: [2 K, G, H + 2] float32, where to write numerator, denominator and max of the real query heads.
         """
         heads, real = out.shape[1], queries.shape[1]
+        every_group = np.arange(groups)
         while True:
             k: Any = _add_to(turns.ctypes.data, 1)  # type: ignore[call-arg]
             if k >= len(out):
@@ -360,19 +370,9 @@ def compiled(width: int) -> Callable[..., None]:
             ranked = _cycles()
 
             sums, totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
-            heaviest = np.zeros(places + TOGETHER, np.float32)
-            _heaviest(weights, places, totals, heaviest)
-            for c in range(0, places, TOGETHER):
-                share_ = max(max(heaviest[c], heaviest[c + 1]), max(heaviest[c + 2], heaviest[c + 3]))
-                if share_ * places > NEGLIGIBLE:
-                    _add(sums, weights, c, mean_values[k], which[c], width)
+            _estimate(weights, places, mean_values[k], which, width, sums, totals)
             far_sums, far_totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
-            heaviest = np.zeros(groups + TOGETHER, np.float32)
-            _heaviest(far, groups, far_totals, heaviest)
-            for c in range(0, groups, TOGETHER):
-                share_ = max(max(heaviest[c], heaviest[c + 1]), max(heaviest[c + 2], heaviest[c + 3]))
-                if share_ * groups > NEGLIGIBLE:
-                    _add(far_sums, far, c, group_values[k], c, width)
+            _estimate(far, groups, group_values[k], every_group, width, far_sums, far_totals)
 
             exact, exact_totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
             exact_tops = np.full(heads, -np.inf, np.float32)

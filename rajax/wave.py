@@ -33,8 +33,8 @@ from rajax.models.wave import (
     BLOCK_KEYS,
     KEYS_PER_CENTER,
     SelectionRule,
+    corrections,
     importance,
-    second_order,
     shaped_labels,
     spherical_labels,
 )
@@ -163,7 +163,7 @@ class Wave(abc.ABC):
 
     def corrections(self, spreads: np.ndarray) -> np.ndarray:
         """What is added to the logarithm of an estimate, for spreads [...]."""
-        return second_order(spreads) if self.retrieval.rank_by == "spread" else np.zeros_like(spreads)
+        return corrections(self.retrieval.rank_by, spreads)
 
     def finish_prefill(self) -> None:
         formed = {which: future.result() for which, future in self._forming.items()}

@@ -26,7 +26,7 @@ from rajax.handles import by_handle
 from rajax.kernels import Partial, merge
 from rajax.kernels.host_call import CORES, filled_by_host, workers
 from rajax.kernels.nearest_center import CHUNK
-from rajax.models.wave import CLUSTERS_PER_GROUP, SelectionRule, group_labels, second_order
+from rajax.models.wave import CLUSTERS_PER_GROUP, SelectionRule, corrections, group_labels
 from rajax.wave import Wave, log_counts
 
 WORTH_A_THREAD = 1 << 18
@@ -115,15 +115,13 @@ class LayerClusters:
         here = slice(self.used, self.used + -(-(first + number) // HALVES))
         # Compiled code checks no bounds.
         assert here.stop + TOGETHER <= self.sizes.shape[1], "more clusters than there is room for"
-        self.means[:, here], self.mean_values[:, here] = (
-            _halves(new.means, first),
-            _halves(new.mean_values, first),
-        )
-        sizes = np.where(whole[:, None], 0, new.sizes)
-        masses = log_counts(sizes) + self._corrections(new.spreads)
-        self.log_masses[:, here] = _halves(masses, first, -np.inf)
+        in_clusters = np.where(whole[:, None], 0, new.sizes)
+        arrays = new.means, new.mean_values, in_clusters, new.spreads
+        means, mean_values, sizes, spreads = (_halves(a, first) for a in arrays)
+        self.means[:, here], self.mean_values[:, here] = means, mean_values
+        self.log_masses[:, here] = log_counts(sizes) + corrections(self.rule.rank_by, spreads)
         if self.rule.rank_by == "spread":
-            self.importances[:, here] = _halves(new.spreads, first)
+            self.importances[:, here] = spreads
         self.starts[:, here], self.sizes[:, here] = _halves(new.starts, first), _halves(new.sizes, first)
         for k in np.flatnonzero(whole).tolist():
             parts = int(new.sizes[k].sum()) * np.arange(HALVES + 1) // HALVES
@@ -132,16 +130,11 @@ class LayerClusters:
         half = np.tile(np.arange(HALVES), len(whole))[:, None]
         edges = self.used + (first - half + HALVES - 1 + np.repeat(ends, HALVES, axis=0)) // HALVES
         edges[:, 0], edges[:, -1] = self.used, here.stop
-        arrays = new.means, new.mean_values, sizes, new.spreads
-        means, mean_values, sizes, spreads = (_halves(a, first) for a in arrays)
         roots = np.repeat(root, HALVES, axis=0)
         self.groups.append(self._describe(edges, means, mean_values, sizes, spreads, roots))
         self.used = here.stop
         self.held += int(new.sizes.sum())
         self._set_arrays()
-
-    def _corrections(self, spreads: np.ndarray) -> np.ndarray:
-        return second_order(spreads) if self.rule.rank_by == "spread" else np.zeros_like(spreads)
 
     def _describe(
         self,
@@ -172,7 +165,7 @@ class LayerClusters:
         return Groups(
             group_means,
             group_values,
-            log_counts(counts) + self._corrections(group_spreads),
+            log_counts(counts) + corrections(self.rule.rank_by, group_spreads),
             group_spreads if self.rule.rank_by == "spread" else np.ones_like(group_spreads),
             edges[:, 1:],
         )
@@ -247,10 +240,10 @@ def _grouped(new: NewClusters, root: np.ndarray) -> tuple[NewClusters, np.ndarra
     return new, np.pad(ends, ((0, 0), (1, 0)))
 
 
-def _halves(a: np.ndarray, first: int, empty: float = 0) -> np.ndarray:
-    """Clusters [K, c, ...] dealt out to the halves of their heads, [2 K, c / 2, ...], half `first` first."""
+def _halves(a: np.ndarray, first: int) -> np.ndarray:
+    """Clusters [K, c, ...] dealt out to the halves of their heads, [2 K, c / 2, ...], half `first` first; 0 pads."""
     missing = -(a.shape[1] + first) % HALVES
-    a = np.pad(a, ((0, 0), (first, missing), *((0, 0),) * (a.ndim - 2)), constant_values=empty)
+    a = np.pad(a, ((0, 0), (first, missing), *((0, 0),) * (a.ndim - 2)))
     dealt = a.reshape(len(a), -1, HALVES, *a.shape[2:]).swapaxes(1, 2)
     return dealt.reshape(HALVES * len(a), -1, *a.shape[2:])
 

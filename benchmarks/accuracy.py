@@ -58,7 +58,13 @@ def settings() -> dict[str, RetrievalConfig]:
     for name, config in plain.items():
         both[name] = dataclasses.replace(config, summary=False)
         both[f"{name} + summary"] = config
-    bare: dict[str, Any] = {"index": "wave", "wave_buffer": True, "block_cache": 0.0, "whole_heads": 0.0}
+    bare: dict[str, Any] = {
+        "index": "wave",
+        "wave_buffer": True,
+        "block_cache": 0.0,
+        "outliers": 0.0,
+        "whole_heads": 0.0,
+    }
     published: dict[str, Any] = {"rank_by": "estimate", "projection": False, "sink_tokens": 4, "window": 64}
     return both | {
         "wave, RetroInfer's": RetrievalConfig(**bare, **published, retrieved_share=0.018),

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from rich.console import Console
 
-from rajax import report
+from rajax import RetrievalConfig, report
 from rajax.cluster_attention import HALVES
 from rajax.clusters import Blocks
 from rajax.kernels import finish, partial_attention
@@ -62,7 +62,7 @@ def cluster(count: int, seed: int) -> LayerClusters:
     root = np.broadcast_to(
         np.eye(HEAD_DIM, dtype=np.float32) / np.sqrt(HEAD_DIM), (KV_HEADS, HEAD_DIM, HEAD_DIM)
     )
-    new = blocks.add(keys, values, labels, root, None, None)
+    new = blocks.add(keys, values, labels, root, None, None, RetrievalConfig().outliers)
     rule = SelectionRule("spread", None, 0.9, 8, 96)
     clusters = LayerClusters(blocks, -(-new.sizes.shape[1] // HALVES), rule)
     clusters.adopt(new, np.zeros(KV_HEADS, bool), root)

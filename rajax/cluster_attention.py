@@ -81,7 +81,7 @@ def _exp(x):
 
 @njit
 def _choose(ranks, held, share, top_p, least, most, ids):
-    """Writes the clusters of the highest ranks [C] into ids [R]; returns how many."""
+    """Writes the clusters of the highest ranks [C] into ids [R], of the `held` that have one; returns how many."""
     allowed = min(most, held)
     if share >= 0:
         allowed = min(allowed, int(np.ceil(share * held)))
@@ -105,7 +105,7 @@ def _choose(ranks, held, share, top_p, least, most, ids):
         return n
     order = np.argsort(-ranks[ids[:n]])
     ids[:n] = ids[:n][order]
-    everything = ranks.sum()
+    everything = np.maximum(ranks, 0).sum()
     left = everything
     for i in range(n):
         if i >= least and left <= (1 - top_p) * everything:
@@ -160,7 +160,7 @@ def _rank(weights, count, masses, importances, ranks, tops):
     """Turns scores [G, count] into the masses that they estimate, exp(score + mass - top).
 
     Writes what ranks them, importance times the share of the mass, summed over the query heads, to ranks [count], and
-    the largest exponents to tops [G]. Returns how many have any mass.
+    the largest exponents to tops [G]. Returns how many have any mass; the others' rank is -1.
     """
     ranks[:] = 0
     for g in range(len(tops)):
@@ -180,8 +180,9 @@ def _rank(weights, count, masses, importances, ranks, tops):
             ranks[c] += row[c] * scale
     held = 0
     for c in range(count):
-        ranks[c] *= importances[c]
-        held += masses[c] > -np.inf
+        here = masses[c] > -np.inf
+        ranks[c] = ranks[c] * importances[c] if here else np.float32(-1)
+        held += here
     return held
 
 
@@ -284,7 +285,7 @@ def compiled(width: int) -> Callable[..., None]:
         group_ends,
         keys,
         values,
-        whole,
+        apart,
         groups,
         open_p,
         least_open,
@@ -310,8 +311,7 @@ def compiled(width: int) -> Callable[..., None]:
           group_means, group_values, group_log_masses, group_importances: likewise of groups of clusters, [2 K, N, ...].
           group_ends: [2 K, N + 1] int32; the clusters of group i lie from place i of it to before place i + 1.
           keys, values: [K, S, H], ordered by cluster, like the means.
-          whole: [2 K, 2] int64, keys from one to before another that are attended to without being in clusters;
-            mostly none.
+          apart: [2 K, n, 2] int64, keys from one to before another that are attended to without being in clusters.
           groups: how many of the N there are so far.
           open_p, least_open: `top_p` and `least` of the groups whose clusters are looked at; all others are estimated
             as wholes.
@@ -361,7 +361,9 @@ def compiled(width: int) -> Callable[..., None]:
             held = _rank(weights, places, masses, near_importances, ranks, tops)
             ids = np.empty(most, np.int32)
             chosen = _choose(ranks, held, share, top_p, least, most, ids)
-            attended = whole[k, 1] - whole[k, 0]
+            attended = 0
+            for i in range(apart.shape[1]):
+                attended += apart[k, i, 1] - apart[k, i, 0]
             for i in range(chosen):
                 for g in range(real):
                     weights[g, ids[i]] = 0
@@ -377,12 +379,13 @@ def compiled(width: int) -> Callable[..., None]:
             exact, exact_totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
             exact_tops = np.full(heads, -np.inf, np.float32)
             scores = np.zeros((real, TILE), np.float32)
-            # The chosen clusters, and after them the keys of a head that is whole.
-            for i in range(chosen + 1):
-                start, stop = whole[k]
+            # The chosen clusters, and after them the keys that are in none.
+            for i in range(chosen + apart.shape[1]):
                 if i < chosen:
                     start = starts[k, ids[i]]
                     stop = start + sizes[k, ids[i]]
+                else:
+                    start, stop = apart[k, i - chosen]
                 if i + AHEAD < chosen:
                     later = ids[i + AHEAD]
                     _touch_rows(
@@ -444,11 +447,11 @@ def warm_up(width: int, dtype: np.dtype) -> None:
     """Compiles `_attend` for a head dim and the keys' dtype, by a call for no heads."""
     rows, keys = np.zeros((0, 0), np.float32), np.zeros((0, 0, width), dtype)
     queries, numbers = np.zeros((0, 0, width), np.float32), np.zeros((0, 0), np.int32)
-    counts = np.zeros((0, 0), np.int64)
+    counts, apart = np.zeros((0, 0), np.int64), np.zeros((0, 0, 2), np.int64)
     out = np.zeros((0, 0, 0), np.float32)
     tables = rows, rows, numbers, numbers
     groups = keys, keys, rows, rows, numbers
     settings = 0, 0.0, 0, -1.0, 0.0, 0, 0
     turns = np.zeros(2, np.int64)
     wait(turns, 0)
-    compiled(width)(turns, queries, keys, keys, *tables, *groups, keys, keys, counts, *settings, counts, out)
+    compiled(width)(turns, queries, keys, keys, *tables, *groups, keys, keys, apart, *settings, counts, out)

@@ -25,7 +25,8 @@ class NewClusters:
     """Clusters that were formed of keys taken in: what ranking needs of them, arrays [K, c, ...].
 
     `sizes` is 0 past a head's last. `popular`, [K, c] int32, has their numbers by falling importance.
-    `misjudged` [K] tells how wrong their estimates are; see `Exam`.
+    `misjudged` [K] tells how wrong their estimates are; see `Exam`. Keys from the first of `outliers` to before the
+    second, the same places for every head, are in no cluster.
     """
 
     means: np.ndarray
@@ -36,6 +37,7 @@ class NewClusters:
     starts: np.ndarray
     popular: np.ndarray
     misjudged: np.ndarray
+    outliers: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,22 +103,32 @@ class Blocks:
         root: np.ndarray,
         importance: np.ndarray | None,
         exam: Exam | None,
+        outliers: float,
     ) -> NewClusters:
         """Takes keys and values [K, S, H] in, and cuts their clusters into blocks.
+
+        A key far from its cluster's mean has a score that the mean does not tell, and it draws the mean away from the
+        others. It is left out, and put behind the clusters.
 
         Args:
           keys: in the order of their positions.
           values: likewise.
           labels: [K, S] integers.
-          root: [K, H, H], the coordinates in which `spreads` are measured.
+          root: [K, H, H], the coordinates in which `spreads`, and what is far, are measured.
           importance: [K, S], what `popular` goes by; None for the order of the clusters.
           exam: what `misjudged` goes by; None leaves it at 0.
+          outliers: the share, below 1, of every head's keys that are in no cluster.
 
         Raises:
           FloatingPointError: keys that no search can order.
         """
         heads, count, width = keys.shape
-        layouts = [_layout(labels[k], self.block_keys) for k in range(heads)]
+        for head in keys:
+            check_keys(np.asarray(head, np.float32))
+        kept = count - int(outliers * count)
+        layouts = [
+            _without_outliers(keys[k], labels[k], root[k], kept, self.block_keys) for k in range(heads)
+        ]
         most = max(len(sizes) for _, sizes in layouts)
         new = NewClusters(
             means=np.zeros((heads, most, width), np.float32),
@@ -127,13 +139,14 @@ class Blocks:
             starts=np.zeros((heads, most), np.int32),
             popular=np.tile(np.arange(most, dtype=np.int32), (heads, 1)),
             misjudged=np.zeros(heads, np.float32),
+            outliers=(self.count + kept, self.count + count),
         )
         for k, (order, sizes) in enumerate(layouts):
             n, starts = len(sizes), np.cumsum(sizes) - sizes
             here = slice(self.count, self.count + count)
             ordered, ordered_values = (np.asarray(a[k][order], np.float32) for a in (keys, values))
-            check_keys(ordered)
             self.keys[k, here], self.values[k, here] = ordered, ordered_values
+            order, ordered, ordered_values = order[:kept], ordered[:kept], ordered_values[:kept]
             new.sizes[k, :n], new.starts[k, :n] = sizes, self.count + starts
             new.means[k, :n] = np.add.reduceat(ordered, starts) / sizes[:, None]
             new.mean_values[k, :n] = np.add.reduceat(ordered_values, starts) / sizes[:, None]
@@ -167,6 +180,29 @@ def _layout(labels: np.ndarray, block_keys: int) -> tuple[np.ndarray, np.ndarray
     shortest, longer = counts // pieces, counts % pieces
     number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     return order, np.repeat(shortest, pieces) + (number < np.repeat(longer, pieces))
+
+
+def _without_outliers(
+    keys: np.ndarray, labels: np.ndarray, root: np.ndarray, kept: int, block_keys: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The `_layout` of all but the keys [S, H] that are furthest from the means of their `labels`.
+
+    Those follow, in the order of their positions. Distances are measured after a product with `root`.
+    """
+    count = len(keys)
+    if kept == count:
+        return _layout(labels, block_keys)
+    order = np.argsort(labels, kind="stable")
+    sizes = np.bincount(labels)
+    sizes = sizes[sizes > 0]
+    ordered = np.asarray(keys[order], np.float32)
+    means = np.add.reduceat(ordered, np.cumsum(sizes) - sizes) / sizes[:, None].astype(np.float32)
+    distances = _squares((ordered - np.repeat(means, sizes, axis=0)) @ root)
+    nearest = np.zeros(count, bool)
+    nearest[order[np.argpartition(distances, kept - 1)[:kept]]] = True
+    inside, outside = np.flatnonzero(nearest), np.flatnonzero(~nearest)
+    order, sizes = _layout(labels[inside], block_keys)
+    return np.concatenate([inside[order], outside]), sizes
 
 
 def _squares(rows: np.ndarray) -> np.ndarray:

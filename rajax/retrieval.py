@@ -25,6 +25,7 @@ OF_WAVES = (
     "host_dtype",
     "wave_buffer",
     "block_cache",
+    "outliers",
     "whole_heads",
     "update_every",
 )
@@ -62,6 +63,9 @@ class RetrievalConfig:
       host_dtype: with "wave", of keys, values and means in host memory: "bfloat16" or "float32".
       block_cache: with such a buffer, the size of the device's cache of hot clusters, as a share of the KV; 0.05 as in
         RetroInfer, section 4.3.
+      outliers: with "wave", the share of every head's keys that are in no cluster and always attended to: those
+        furthest from their cluster's mean. Whatever a copying head looks for may be among them: a number in a text of
+        other things has no keys like its own. ShadowKV (arXiv 2410.21465) keeps outlying chunks so.
       whole_heads: with "wave", the share of all KV heads whose keys are all attended to: those for which the
         clusters' estimates are worst on held-out queries of the prompt. Heads that copy text attend to single keys
         among many alike, and no cluster tells which; two of SmolLM2's 90 make two thirds of the divergence from dense.
@@ -98,6 +102,7 @@ class RetrievalConfig:
     host_dtype: str = "bfloat16"
     wave_buffer: bool | None = None
     block_cache: float = 0.05
+    outliers: float = 0.02
     whole_heads: float | None = None
     update_every: int = 128
     sink_tokens: int = 128
@@ -140,6 +145,7 @@ class RetrievalConfig:
             ("retrieved_share", (0,), "above 0 and at most 1, or None"),
             ("top_p", (), "from 0 to 1, or None"),
             ("block_cache", (), "from 0 to 1"),
+            ("outliers", (1,), "from 0 to below 1"),
             ("whole_heads", (), "from 0 to 1, or None"),
         ):
             value = getattr(self, name)

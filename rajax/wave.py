@@ -152,7 +152,15 @@ class Wave(abc.ABC):
             k, v = (np.asarray(a)[0, :, first : first + count] for a in (keys, values))
             labels, shares = (np.asarray(a)[:, :count] for a in (labels, shares))
             self._forming[layer, sequence] = self.store.put(
-                layer, sequence, k, v, labels, np.asarray(root), shares, self._exam(exam, log_seen)
+                layer,
+                sequence,
+                k,
+                v,
+                labels,
+                np.asarray(root),
+                shares,
+                self._exam(exam, log_seen),
+                self.retrieval.outliers,
             )
         return no_clusters(self.kv_heads, self.head_dim, keys.dtype)
 
@@ -216,7 +224,7 @@ class Wave(abc.ABC):
                 shaped=self.retrieval.projection,
             )
             arrays = (np.asarray(a) for a in (keys, values, labels, root))
-            updates.append(self.store.put(layer, sequence, *arrays, None, None))
+            updates.append(self.store.put(layer, sequence, *arrays, None, None, self.retrieval.outliers))
             return cache
         del self._updates[sequence]
         self.add(sequence, self._columns[sequence], [future.result() for future in updates])

@@ -39,15 +39,23 @@ class BufferedWave(Wave):
             groups=self.groups,
             device_dtype=self.dtype,
             cache_blocks=-(-round(self.retrieval.block_cache * bucket(max(capacity))) // BLOCK_KEYS),
+            outlier_blocks=self._outlier_blocks(bucket(max(1, int(self.starts.max()))))
+            + self.units * self._outlier_blocks(self.unit),
             transfers=transfer_sizes(len(capacity) * self.kv_heads),
             **self.store_settings(capacity),
         )
+
+    def _outlier_blocks(self, keys: int) -> int:
+        """Blocks for the outliers of so many keys."""
+        return -(-int(self.retrieval.outliers * keys) // BLOCK_KEYS)
 
     def begin(self, formed: dict[tuple[int, int], NewClusters], in_prompts: int, rule: SelectionRule) -> None:
         clusters = rounded(max(in_prompts + self.units * self.unit_clusters, rule.most + 1))
         self.store.make_room(clusters)
         whole = self._keep_whole(formed)
         layers = [self._layer(layer, formed, clusters) for layer in range(self.layers)]
+        self._outliers_at = [self._outlier_blocks(int(start) - self.zone.sinks) for start in self.starts]
+        """Where each sequence's next outliers go."""
         self.state = WaveState(tuple(c for c, _ in layers), tuple(b for _, b in layers), whole, rule)
 
     def _keep_whole(self, formed: dict[tuple[int, int], NewClusters]) -> tuple[WholeHead, ...]:
@@ -84,7 +92,8 @@ class BufferedWave(Wave):
         self, layer: int, formed: dict[tuple[int, int], NewClusters], clusters: int
     ) -> tuple[Clusters, BlockCache]:
         """A layer's state on the device, with the prompts' clusters and the most popular of them in the cache."""
-        batch, blocks = len(self.starts), self.store.held.shape[2]
+        batch, pinned = len(self.starts), self.store.outlier_blocks
+        blocks = pinned + self.store.held.shape[2]
         heads = batch, self.kv_heads
         means, mean_values = (np.zeros((*heads, clusters, self.head_dim), np.float32) for _ in range(2))
         sizes, spreads, radii = (np.zeros((*heads, clusters), np.float32) for _ in range(3))
@@ -99,9 +108,12 @@ class BufferedWave(Wave):
             radii[sequence, :, :n] = new.radii
             sizes[sequence] = self.store.sizes[layer].reshape(*heads, clusters)[sequence]
             spreads[sequence, :, :n] = new.spreads
-            cached_keys[sequence], cached_values[sequence], counts[sequence] = self.store.fill_cache(
-                layer, sequence, new
-            )
+            outliers = self.store.adopt_outliers(layer, sequence, new, 0)
+            cached_arrays = cached_keys[sequence], cached_values[sequence], counts[sequence]
+            for a, apart, hot in zip(
+                cached_arrays, outliers, self.store.fill_cache(layer, sequence, new), strict=True
+            ):
+                a[:, : apart.shape[1]], a[:, pinned:] = apart, hot
         cached = self.store.place[layer].reshape(*heads, clusters) >= 0
         return (
             Clusters(
@@ -132,12 +144,21 @@ class BufferedWave(Wave):
         return super().after_step(cache, outcome, active, lengths)
 
     def add(self, sequence: int, first: int, formed: Sequence[NewClusters]) -> None:
+        outliers = []
         for layer, new in enumerate(formed):
             self.store.adopt(layer, sequence, first, new)
+            outliers.append(self.store.adopt_outliers(layer, sequence, new, first))
         stacked = jax.tree.map(
             lambda *arrays: np.stack(arrays), *(_padded(new, self.unit_clusters) for new in formed)
         )
         self.state = _add_clusters(self.state, stacked, sequence, first)
+        if blocks := outliers[0][0].shape[1]:
+            place, self._outliers_at[sequence] = (
+                self._outliers_at[sequence],
+                self._outliers_at[sequence] + blocks,
+            )
+            arrays = (np.stack(a) for a in zip(*outliers, strict=True))
+            self.state = _add_outliers(self.state, *arrays, sequence, place)
 
 
 def _padded(new: NewClusters, clusters: int) -> tuple[np.ndarray, ...]:
@@ -192,3 +213,18 @@ def _add_clusters(state, new, sequence, first):
             )
         )
     return dataclasses.replace(state, clusters=tuple(layers))
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def _add_outliers(state, keys, values, counts, sequence, first):
+    """The state with a sequence's blocks `first`, ... of the cache replaced in every layer; arrays [L, K, n, ...]."""
+    layers = []
+    for i, layer in enumerate(state.cache):
+
+        def put(a, n, i=i):
+            return jax.lax.dynamic_update_slice(
+                a, n[i][None].astype(a.dtype), (sequence, 0, first, *(0,) * (a.ndim - 3))
+            )
+
+        layers.append(BlockCache(put(layer.keys, keys), put(layer.values, values), put(layer.counts, counts)))
+    return dataclasses.replace(state, cache=tuple(layers))

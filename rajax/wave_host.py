@@ -35,7 +35,7 @@ WORTH_A_THREAD = 1 << 18
 OPEN_P = 0.9
 """The clusters of as few groups are looked at as leave a share of 1 - OPEN_P of the groups' ranks to the others."""
 
-LEAST_OPEN = 16
+LEAST_OPEN = 24
 """Groups of half a head whose clusters are looked at in any case."""
 
 WHOLE_KEYS = 2048
@@ -78,8 +78,8 @@ class LayerClusters:
         self.log_masses = np.full(shape, -np.inf, np.float32)
         self.importances = np.ones(shape, np.float32)
         self.starts, self.sizes = (np.zeros(shape, np.int32) for _ in range(2))
-        self.whole = np.zeros((shape[0], 2), np.int64)
-        """From where to where each half attends to keys whatever their clusters."""
+        self.apart = np.zeros((shape[0], 0, 2), np.int64)
+        """From where to where each half attends to keys that are in no cluster, for each call of `adopt`."""
         rows = np.zeros((shape[0], 0), np.float32)
         none = np.zeros((shape[0], 0, width), np.float32)
         self.groups = [Groups(none, none, rows, rows, np.zeros((shape[0], 0), np.int64))]
@@ -101,7 +101,7 @@ class LayerClusters:
         """Places taken so far in each half."""
         self._dealt = 0
         self.held = 0
-        """Keys in clusters, of all heads together."""
+        """Keys, of all heads together."""
 
     def adopt(self, new: NewClusters, whole: np.ndarray, root: np.ndarray) -> None:
         """Takes clusters over; heads that are `whole` [K] attend to all their keys instead.
@@ -123,9 +123,11 @@ class LayerClusters:
         if self.rule.rank_by == "spread":
             self.importances[:, here] = spreads
         self.starts[:, here], self.sizes[:, here] = _halves(new.starts, first), _halves(new.sizes, first)
-        for k in np.flatnonzero(whole).tolist():
-            parts = int(new.sizes[k].sum()) * np.arange(HALVES + 1) // HALVES
-            self.whole[HALVES * k : HALVES * (k + 1)] = np.stack([parts[:-1], parts[1:]], axis=1)
+        first_apart, end = new.outliers
+        firsts = np.where(whole, first_apart - new.sizes.sum(axis=1), first_apart)
+        cuts = firsts[:, None] + (end - firsts)[:, None] * np.arange(HALVES + 1) // HALVES
+        apart = np.stack([cuts[:, :-1], cuts[:, 1:]], axis=-1).reshape(-1, 1, 2)
+        self.apart = np.concatenate([self.apart, apart], axis=1)
         # Half h has those of the clusters 0, 1, ... whose number is h - first, give or take a multiple of `HALVES`.
         half = np.tile(np.arange(HALVES), len(whole))[:, None]
         edges = self.used + (first - half + HALVES - 1 + np.repeat(ends, HALVES, axis=0)) // HALVES
@@ -133,7 +135,7 @@ class LayerClusters:
         roots = np.repeat(root, HALVES, axis=0)
         self.groups.append(self._describe(edges, means, mean_values, sizes, spreads, roots))
         self.used = here.stop
-        self.held += int(new.sizes.sum())
+        self.held += int(new.sizes.sum()) + len(whole) * (end - first_apart)
         self._set_arrays()
 
     def _describe(
@@ -184,7 +186,7 @@ class LayerClusters:
         tables = self.log_masses, self.importances, self.starts, self.sizes
         groups = means, mean_values, masses, importances, ends
         arrays = self.means, self.mean_values, *tables, *groups, self._blocks.keys, self._blocks.values
-        self._arrays = *map(bits, arrays), self.whole
+        self._arrays = *map(bits, arrays), self.apart
 
     def attend(self, queries: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Writes the partials of queries [K, G, H] over all clusters to out [2 K, G, H + 2]: numerators,
@@ -322,7 +324,7 @@ class HostWaveStore(ClusterStore):
             a.nbytes
             for layer in self.layers
             for c in layer
-            for a in (c.means, c.mean_values, c.log_masses, c.importances, c.starts, c.sizes)
+            for a in (c.means, c.mean_values, c.log_masses, c.importances, c.starts, c.sizes, c.apart)
         )
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ class WaveCounters:
     Attributes:
       offloaded: offloaded keys in clusters, per query head.
       ranked: clusters that were ranked, per query head.
-      attended: keys attended to exactly, in the cache, fetched or kept whole, per query head.
+      attended: keys attended to exactly, in the cache, fetched, outlying or kept whole, per query head.
       wanted: clusters retrieved, per key/value head.
       hits: those of them that were in the block cache.
       evictions: clusters that had to leave the cache.
@@ -54,6 +54,7 @@ class WaveStore(ClusterStore):
       groups: query heads per key/value head.
       device_dtype: of keys and values that cross.
       cache_blocks: M, blocks of the device's cache per head.
+      outlier_blocks: blocks before those, per head, that hold outliers and never change places.
       transfers: P, the blocks of the transfers that a step may ask for, the largest last.
       store: the arguments of `ClusterStore`.
     """
@@ -64,11 +65,12 @@ class WaveStore(ClusterStore):
         groups: int,
         device_dtype: np.dtype,
         cache_blocks: int,
+        outlier_blocks: int,
         transfers: Sequence[int],
         **store: Any,
     ):
         layers, rows = store["layers"], len(store["capacities"]) * store["kv_heads"]
-        self.groups, self.block_keys = groups, store["block_keys"]
+        self.groups, self.block_keys, self.outlier_blocks = groups, store["block_keys"], outlier_blocks
         self.block_bytes = 2 * self.block_keys * store["head_dim"] * device_dtype.itemsize
         self.counters = WaveCounters()
         # The rows of these are sequences and heads: row = sequence * K + head.
@@ -80,6 +82,8 @@ class WaveStore(ClusterStore):
         """The mapping table: the block of the cache that each cluster is in, [L, B * K, C]; -1 for none."""
         self.whole = np.zeros((layers, rows), np.int32)
         """Keys of each head that the device keeps whole; 0 for the others."""
+        self.outliers = np.zeros((layers, rows), np.int32)
+        """Keys of each head that are in no cluster, and on the device therefore."""
         self.sizes = np.zeros((layers, rows, 0), np.int32)
         self.starts = np.zeros((layers, rows, 0), np.int32)
         self.transfers = transfers
@@ -103,6 +107,22 @@ class WaveStore(ClusterStore):
         kept = self.whole[layer, rows, None] > 0 if first == 0 else False
         self.sizes[layer, rows, columns] = np.where(kept, 0, new.sizes)
         self.starts[layer, rows, columns] = new.starts
+
+    def adopt_outliers(
+        self, layer: int, sequence: int, new: NewClusters, first: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The outliers of `new`, which the device has from now on; those of a prompt, `first` 0, for no whole heads.
+
+        Returns:
+          Blocks [K, n, block_keys, H] of keys and of values, and the keys in each [K, n].
+        """
+        start, stop = new.outliers
+        starts = np.arange(start, stop, self.block_keys)
+        rows, blocks = self._rows(sequence), self.blocks[layer][sequence]
+        kept = (self.whole[layer, rows] > 0) & (first == 0)
+        sizes = np.where(kept[:, None], 0, np.minimum(self.block_keys, stop - starts)).astype(np.int32)
+        self.outliers[layer, rows] += sizes.sum(axis=1)
+        return blocks.key_windows[:, starts], blocks.value_windows[:, starts], sizes
 
     def fill_cache(
         self, layer: int, sequence: int, new: NewClusters
@@ -197,7 +217,8 @@ class WaveStore(ClusterStore):
         self.used[layer, row, places[layer, row, column]] = now
 
         clusters, most = self.place.shape[2], self.transfers[-1]
-        to = np.full((layers, most), rows * slots, np.int32)
+        places_each = self.outlier_blocks + slots
+        to = np.full((layers, most), rows * places_each, np.int32)
         come, go = (np.full((layers, most), rows * clusters, np.int32) for _ in range(2))
         layer, column, row = np.nonzero((wanted & (places < 0)).transpose(0, 2, 1))
         cluster = ids[layer, row, column]
@@ -219,7 +240,8 @@ class WaveStore(ClusterStore):
         fits = (nth < slots) & (self.used[layer, row, place] < now)
         layer, row, number, cluster, place = (a[fits] for a in (layer, row, number, cluster, place))
         leaving = self.held[layer, row, place]
-        to[layer, number], come[layer, number] = row * slots + place, row * clusters + cluster
+        to[layer, number] = row * places_each + self.outlier_blocks + place
+        come[layer, number] = row * clusters + cluster
         left = leaving >= 0
         go[layer[left], number[left]] = (row * clusters + leaving)[left]
         self.place[layer[left], row[left], leaving[left]] = -1
@@ -244,10 +266,10 @@ class WaveStore(ClusterStore):
         fetched = int(self.sizes[layer, row, ids[layer, row, column]].sum())
         layer, row, slot = np.nonzero((self.held >= 0) & active[:, None])
         cached = int(self.sizes[layer, row, self.held[layer, row, slot]].sum())
-        whole = int(self.whole[:, active].sum())
-        c.offloaded += self.groups * (int(self.sizes[:, active].sum()) + whole)
+        apart = int(self.whole[:, active].sum() + self.outliers[:, active].sum())
+        c.offloaded += self.groups * (int(self.sizes[:, active].sum()) + apart)
         c.ranked += self.groups * int((self.sizes[:, active] > 0).sum())
-        c.attended += self.groups * (cached + fetched + whole)
+        c.attended += self.groups * (cached + fetched + apart)
         c.wanted += int(wanted.sum())
         c.hits += int((places >= 0).sum())
         c.bytes_wanted += int(wanted.sum()) * self.block_bytes

@@ -58,7 +58,7 @@ def plain_clusters(keys: np.ndarray, values: np.ndarray, labels: np.ndarray) -> 
     heads, count, width = keys.shape
     blocks = Blocks(heads, count, width, FLOAT, BLOCK_KEYS)
     root = np.broadcast_to(np.eye(width, dtype=np.float32), (heads, width, width))
-    new = blocks.add(keys, values, labels, root, None, None)
+    new = blocks.add(keys, values, labels, root, None, None, 0.0)
     with np.errstate(divide="ignore"):
         log_counts = np.log(new.sizes.astype(np.float32))
     return Clusters(
@@ -350,6 +350,30 @@ def test_the_cache_and_a_whole_head_join_with_other_parts():
         np.testing.assert_allclose(got[b, k], wanted, atol=1e-4)
 
 
+# --- outliers
+
+
+def test_keys_far_from_all_others_are_in_no_cluster():
+    keys, labels = grouped(40, 600, 30)
+    far = [3, 77, 410, 599]
+    values = draw(41, 1, 600, 16)
+    strange = keys.copy()
+    strange[0, far] += 12 * draw(42, 4, 16)
+    root = np.eye(16, dtype=np.float32)[None]
+    blocks = Blocks(1, 1200, 16, FLOAT, BLOCK_KEYS)
+    blocks.add(keys, values, labels[None], root, None, None, 0.0)
+    new = blocks.add(strange, values, labels[None], root, None, None, 4 / 600)
+    assert new.outliers == (1196, 1200)
+    np.testing.assert_array_equal(blocks.keys[0, 1196:1200], strange[0, far])
+    np.testing.assert_array_equal(blocks.values[0, 1196:1200], values[0, far])
+    assert new.sizes.sum() == 596
+    assert new.starts[new.sizes > 0].min() == 600
+    assert new.radii.max() < 10
+    ordinary = np.delete(np.arange(600), far)
+    in_order = np.sort(blocks.keys[0, 600:1196], axis=0)
+    np.testing.assert_array_equal(in_order, np.sort(keys[0, ordinary], axis=0))
+
+
 # --- the cache's table
 
 
@@ -365,11 +389,12 @@ def store_of(clusters: int, slots: int) -> tuple[WaveStore, np.ndarray]:
         capacities=[2 * clusters],
         block_keys=BLOCK_KEYS,
         cache_blocks=slots,
+        outlier_blocks=0,
         transfers=(2, 4),
     )
     keys = draw(28, 1, 2 * clusters, 4)
     labels = np.repeat(np.arange(clusters), 2)[None]
-    new = store.put(0, 0, keys, -keys, labels, np.eye(4, dtype=np.float32)[None], None, None).result()
+    new = store.put(0, 0, keys, -keys, labels, np.eye(4, dtype=np.float32)[None], None, None, 0.0).result()
     store.make_room(clusters)
     store.adopt(0, 0, 0, new)
     return store, keys
@@ -464,6 +489,9 @@ def settings(**changes: Any) -> rajax.RetrievalConfig:
         {"whole_heads": 0.0},
         {"whole_heads": 0.5},
         {"whole_heads": 1.0},
+        {"outliers": 0.0},
+        {"outliers": 0.2},
+        {"outliers": 0.9, "whole_heads": 0.5, "block_cache": 0.0},
         {"update_every": 1},
     ],
     ids=str,
@@ -535,7 +563,7 @@ def test_two_runs_give_the_same_tokens_bit_for_bit():
 def test_an_update_stops_no_step_for_all_layers_and_keeps_every_key():
     """Layer by layer the window's oldest keys become clusters; until all have, they stay where they are."""
     model, (text,) = random_llama(24), random_tokens(24, 400)
-    with Session(model, [100], [400], settings(update_every=40)) as session:
+    with Session(model, [100], [400], settings(update_every=40, outliers=0.1)) as session:
         prefill(model, [text[:100]], [session])
         session.finish_prefill()
         wave = session.offload
@@ -543,7 +571,7 @@ def test_an_update_stops_no_step_for_all_layers_and_keeps_every_key():
         starts = []
         for position in range(100, 400):
             session.step([text[position]])
-            clustered = int(wave.store.sizes[0, 0].sum() + wave.store.whole[0, 0])
+            clustered = int(wave.store.sizes[0, 0].sum() + wave.store.whole[0, 0] + wave.store.outliers[0, 0])
             start = int(wave.starts[0])
             assert clustered == start - 3
             assert int(session._cache.starts[0]) == start

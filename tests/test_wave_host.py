@@ -29,15 +29,14 @@ def identity(heads: int, width: int) -> np.ndarray:
 
 
 def layer(
-    seed: int, heads: int, count: int, width: int, dtype: Any, rule: SelectionRule
+    seed: int, heads: int, count: int, width: int, dtype: Any, rule: SelectionRule, outliers: float = 0.0
 ) -> tuple[Blocks, NewClusters, LayerClusters]:
     """A layer's keys in random clusters, twice: as the host's blocks, and as compiled code reads them."""
     labels = np.random.default_rng(seed).integers(0, -(-count // 12), (heads, count))
     blocks = Blocks(heads, count, width, np.dtype(dtype), BLOCK_KEYS)
     root = identity(heads, width)
-    new = blocks.add(
-        draw(seed, heads, count, width), draw(seed + 1, heads, count, width), labels, root, None, None
-    )
+    arrays = draw(seed, heads, count, width), draw(seed + 1, heads, count, width), labels, root
+    new = blocks.add(*arrays, None, None, outliers)
     clusters = LayerClusters(blocks, -(-new.sizes.shape[1] // HALVES), rule)
     return blocks, new, clusters
 
@@ -195,7 +194,7 @@ def test_groups_hold_all_keys_once():
     for first, last in ((0, 4600), (4600, 4741), (4741, 5000)):
         here = slice(first, last)
         taken = (a[:, here] for a in (*arrays, labels))
-        clusters.adopt(blocks.add(*taken, root, None, None), np.zeros(heads, bool), root)
+        clusters.adopt(blocks.add(*taken, root, None, None, 0.0), np.zeros(heads, bool), root)
     ends = np.concatenate([g.ends for g in clusters.groups], axis=1)
     assert (np.diff(ends, axis=1) >= 0).all()
     assert (ends[:, -1] == clusters.used).all()
@@ -206,11 +205,12 @@ def test_groups_hold_all_keys_once():
     assert clusters.sizes.reshape(heads, -1).sum(1).tolist() == [5000] * heads
 
 
+@pytest.mark.parametrize("outliers", [0.0, 0.01, 0.1])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_a_whole_head_and_all_clusters_retrieved_are_dense_attention(dtype):
+def test_a_whole_head_and_all_clusters_retrieved_are_dense_attention(dtype, outliers):
     heads, count, width = 2, 500, 16
     everything = rule(share=1.0, most=1000)
-    blocks, new, clusters = layer(5, heads, count, width, dtype, everything)
+    blocks, new, clusters = layer(5, heads, count, width, dtype, everything, outliers)
     clusters.adopt(new, np.array([True, False]), identity(heads, width))
     queries = draw(7, heads, 3, width)
     got, counts = attend(clusters, queries)
@@ -220,6 +220,30 @@ def test_a_whole_head_and_all_clusters_retrieved_are_dense_attention(dtype):
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     wanted = np.einsum("kgs,ksh->kgh", weights, values) / weights.sum(-1, keepdims=True)
     np.testing.assert_allclose(finish(got), wanted, atol=5e-4)
+
+
+def test_a_key_unlike_its_cluster_is_found():
+    """A query's one match is in a cluster whose mean the query turns away from."""
+    width = 16
+    centers, noise = 4 * draw(30, 40, width), 0.3 * draw(31, 800, width)
+    labels = np.repeat(np.arange(40), 20)
+    keys, values = (centers[labels] + noise)[None], draw(32, 1, 800, width)
+    query = 2 * centers[7] / np.linalg.norm(centers[7])
+    keys[0, 500] -= centers[labels[500]] * 0.5
+    keys[0, 500] += 2 * centers[7]
+    errors = []
+    for outliers in (0.0, 0.01):
+        blocks = Blocks(1, 800, width, np.dtype(np.float32), BLOCK_KEYS)
+        new = blocks.add(keys, values, labels[None], identity(1, width), None, None, outliers)
+        clusters = LayerClusters(blocks, 100, rule(least=1, most=2))
+        clusters.adopt(new, np.zeros(1, bool), identity(1, width))
+        got = finish(attend(clusters, query[None, None])[0])
+        scores = keys[0] @ query
+        weights = np.exp(scores - scores.max())
+        wanted = weights @ values[0] / weights.sum()
+        errors.append(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+    assert errors[0] > 0.5
+    assert errors[1] < 0.05
 
 
 def test_large_scores_overflow_nothing():
@@ -263,7 +287,15 @@ def settings(**changes: Any) -> rajax.RetrievalConfig:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"projection": False}, {"whole_heads": 0.5}, {"whole_heads": 1.0}, {"update_every": 1}],
+    [
+        {},
+        {"projection": False},
+        {"whole_heads": 0.5},
+        {"whole_heads": 1.0},
+        {"outliers": 0.2},
+        {"outliers": 0.9, "whole_heads": 0.5},
+        {"update_every": 1},
+    ],
     ids=str,
 )
 def test_everything_retrieved_equals_dense(changes):
@@ -316,6 +348,7 @@ def test_a_failure_reaches_the_caller_as_it_is(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"outliers": 1}, "outliers must be from 0 to below 1; found 1"),
         ({"host_dtype": "int4"}, "host_dtype must be one of bfloat16, float32; found 'int4'"),
         ({"wave_buffer": 1}, "wave_buffer must be true, false or None, found 1"),
         ({"rank_by": "bound"}, "rank_by='bound' needs the device's buffer: set wave_buffer=True"),

@@ -117,7 +117,7 @@ class Blocks:
           root: [K, H, H], the coordinates in which `spreads`, and what is far, are measured.
           importance: [K, S], what `popular` goes by; None for the order of the clusters.
           exam: what `misjudged` goes by; None leaves it at 0.
-          outliers: the share, below 1, of every head's keys that are in no cluster.
+          outliers: the share of every head's keys that are in no cluster.
 
         Raises:
           FloatingPointError: keys that no search can order.
@@ -192,6 +192,8 @@ def _without_outliers(
     count = len(keys)
     if kept == count:
         return _layout(labels, block_keys)
+    if not kept:
+        return np.arange(count), np.zeros(0, np.int64)
     order = np.argsort(labels, kind="stable")
     sizes = np.bincount(labels)
     sizes = sizes[sizes > 0]

@@ -90,9 +90,24 @@ def offload(
     """
     if max(capacity) <= retrieval.zone_size:
         return None
+    if retrieval.index == "scann" and max(capacity) - retrieval.zone_size < retrieval.exact_below:
+        return HostWave(_attend_to_all(retrieval), config, dtype, lengths, capacity)
     kind: type[Searched] | type[BufferedWave] | type[HostWave]
     kind = Searched if INDEXES[retrieval.index] else _wave(retrieval)
     return kind(retrieval, config, dtype, lengths, capacity)
+
+
+def _attend_to_all(retrieval: RetrievalConfig) -> RetrievalConfig:
+    """What attends to every offloaded key, in compiled code on the host: no clusters, no index."""
+    return RetrievalConfig(
+        index="wave",
+        outliers=1.0,
+        whole_heads=0.0,
+        host_dtype="float32",
+        wave_buffer=False,
+        sink_tokens=retrieval.sink_tokens,
+        window=retrieval.window,
+    )
 
 
 def _wave(retrieval: RetrievalConfig) -> type[BufferedWave] | type[HostWave]:

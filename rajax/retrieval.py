@@ -66,6 +66,7 @@ class RetrievalConfig:
       outliers: with "wave", the share of every head's keys that are in no cluster and always attended to: those
         furthest from their cluster's mean. Whatever a copying head looks for may be among them: a number in a text of
         other things has no keys like its own. ShadowKV (arXiv 2410.21465) keeps outlying chunks so.
+        With 1 there are no clusters, and all keys are attended to.
       whole_heads: with "wave", the share of all KV heads whose keys are all attended to: those for which the
         clusters' estimates are worst on held-out queries of the prompt. Heads that copy text attend to single keys
         among many alike, and no cluster tells which; two of SmolLM2's 90 make two thirds of the divergence from dense.
@@ -85,8 +86,9 @@ class RetrievalConfig:
         queries looked; without, by RetroInfer's spherical k-means of mean-centred keys.
       summary: whether the device keeps mean keys that stand for the offloaded ones, 2.8 % of their bytes at a head
         dim of 64. On SmolLM2 that halves the error of the attention output.
-      exact_below: fewer keys than this are scanned exactly, which is as fast there as ScaNN
-        (`benchmarks/search.py`).
+      exact_below: with "scann", a request that never offloads as many keys as this attends to all of them, in compiled
+        code on the host: until then that takes less time than to search (`benchmarks/search.py`), and nothing is
+        indexed. In longer texts, stretches shorter than this are scanned instead of indexed.
       recall_steps: the first this many decode steps are compared with an exact search after the answer is
         complete, off the clock; 0 measures nothing.
     """
@@ -111,7 +113,7 @@ class RetrievalConfig:
     routes: int | None = None
     projection: bool = True
     summary: bool = True
-    exact_below: int = 4096
+    exact_below: int = 8192
     recall_steps: int = 0
 
     @property
@@ -145,7 +147,7 @@ class RetrievalConfig:
             ("retrieved_share", (0,), "above 0 and at most 1, or None"),
             ("top_p", (), "from 0 to 1, or None"),
             ("block_cache", (), "from 0 to 1"),
-            ("outliers", (1,), "from 0 to below 1"),
+            ("outliers", (), "from 0 to 1"),
             ("whole_heads", (), "from 0 to 1, or None"),
         ):
             value = getattr(self, name)

@@ -81,6 +81,8 @@ class Wave(abc.ABC):
         share = retrieval.whole_heads
         if share is None:
             share = self.whole_share(int(self.starts.max()) - self.zone.sinks)
+        self.clustered = retrieval.outliers < 1
+        """Whether there are clusters at all."""
         self.whole_heads = round(share * self.layers * self.kv_heads)
         """Places for heads that are kept whole."""
         self.unit_clusters = _most_clusters(self.unit)
@@ -144,24 +146,23 @@ class Wave(abc.ABC):
     ) -> Summary:
         first = self.zone.sinks
         count = int(self.starts[sequence]) - first
-        if count:
+        if not count:
+            return no_clusters(self.kv_heads, self.head_dim, keys.dtype)
+        k, v = (np.asarray(a)[0, :, first : first + count] for a in (keys, values))
+        lesson: tuple[Any, ...]
+        if self.clustered:
             labels, root, shares, exam, log_seen = _learn(
                 keys, queries, positions, count, sinks=first, shaped=self.retrieval.projection
             )
             self._roots[layer][sequence] = root
-            k, v = (np.asarray(a)[0, :, first : first + count] for a in (keys, values))
             labels, shares = (np.asarray(a)[:, :count] for a in (labels, shares))
-            self._forming[layer, sequence] = self.store.put(
-                layer,
-                sequence,
-                k,
-                v,
-                labels,
-                np.asarray(root),
-                shares,
-                self._exam(exam, log_seen),
-                self.retrieval.outliers,
-            )
+            lesson = labels, np.asarray(root), shares, self._exam(exam, log_seen)
+        else:
+            labels = np.zeros(k.shape[:2], np.int32)
+            lesson = labels, np.asarray(self._roots[layer][sequence]), None, None
+        self._forming[layer, sequence] = self.store.put(
+            layer, sequence, k, v, *lesson, self.retrieval.outliers
+        )
         return no_clusters(self.kv_heads, self.head_dim, keys.dtype)
 
     def _exam(self, queries: jax.Array, log_seen: jax.Array) -> Exam | None:
@@ -222,6 +223,7 @@ class Wave(abc.ABC):
                 zone=self.zone,
                 unit=self.unit,
                 shaped=self.retrieval.projection,
+                clustered=self.clustered,
             )
             arrays = (np.asarray(a) for a in (keys, values, labels, root))
             updates.append(self.store.put(layer, sequence, *arrays, None, None, self.retrieval.outliers))
@@ -277,12 +279,14 @@ def _learn(keys, queries, positions, count, *, sinks, shaped):
     return labels, root, shares, exam, log_seen
 
 
-@functools.partial(jax.jit, static_argnames=("zone", "unit", "shaped"))
-def _cluster_window(keys, values, root, sequence, start, *, zone, unit, shaped):
+@functools.partial(jax.jit, static_argnames=("zone", "unit", "shaped", "clustered"))
+def _cluster_window(keys, values, root, sequence, start, *, zone, unit, shaped, clustered):
     """The `unit` keys and values [K, unit, H] from position `start` on, out of the window, and their labels [K,
     unit]."""
     slots = zone.slot(start + jnp.arange(unit))
     keys, values = (a[sequence][:, slots] for a in (keys, values))
+    if not clustered:
+        return keys, values, jnp.zeros(keys.shape[:2], jnp.int32)
     if shaped:
         return keys, values, shaped_labels(keys, jnp.int32(unit), root, jnp.zeros(keys.shape[:2]))
     return keys, values, spherical_labels(keys, jnp.int32(unit))

@@ -30,7 +30,7 @@ from rajax.models.wave import CLUSTERS_PER_GROUP, SelectionRule, corrections, gr
 from rajax.wave import Wave, log_counts
 
 WORTH_A_THREAD = 1 << 18
-"""Numbers in a layer's means from which on its heads are shared out to threads."""
+"""Numbers in a layer's means, and in its keys in no cluster, from which on its heads are shared out to threads."""
 
 OPEN_P = 0.9
 """The clusters of as few groups are looked at as leave a share of 1 - OPEN_P of the groups' ranks to the others."""
@@ -187,6 +187,7 @@ class LayerClusters:
         groups = means, mean_values, masses, importances, ends
         arrays = self.means, self.mean_values, *tables, *groups, self._blocks.keys, self._blocks.values
         self._arrays = *map(bits, arrays), self.apart
+        self._size = self.means.size + int(np.diff(self.apart).sum()) * self.means.shape[2]
 
     def attend(self, queries: np.ndarray, out: np.ndarray) -> np.ndarray:
         """Writes the partials of queries [K, G, H] over all clusters to out [2 K, G, H + 2]: numerators,
@@ -209,7 +210,7 @@ class LayerClusters:
                 failures.append(failure)
                 turns[1] += len(out)  # nobody shall wait for this one
 
-        if self.means.size >= WORTH_A_THREAD:
+        if self._size >= WORTH_A_THREAD:
             for _ in range(min(CORES, len(out)) - 1):
                 workers().submit(work)
         work()
@@ -246,8 +247,9 @@ def _halves(a: np.ndarray, first: int) -> np.ndarray:
     """Clusters [K, c, ...] dealt out to the halves of their heads, [2 K, c / 2, ...], half `first` first; 0 pads."""
     missing = -(a.shape[1] + first) % HALVES
     a = np.pad(a, ((0, 0), (first, missing), *((0, 0),) * (a.ndim - 2)))
-    dealt = a.reshape(len(a), -1, HALVES, *a.shape[2:]).swapaxes(1, 2)
-    return dealt.reshape(HALVES * len(a), -1, *a.shape[2:])
+    each = a.shape[1] // HALVES
+    dealt = a.reshape(len(a), each, HALVES, *a.shape[2:]).swapaxes(1, 2)
+    return dealt.reshape(HALVES * len(a), each, *a.shape[2:])
 
 
 @dataclasses.dataclass
@@ -290,7 +292,7 @@ class HostWaveStore(ClusterStore):
     def attend(self, layer: int, active: np.ndarray, queries: np.ndarray, out: np.ndarray) -> None:
         """Writes the partials of queries [B, K, G, H] to out [B, 2 K, G, H + 2]; of no keys where not `active`."""
         for sequence, clusters in enumerate(self.layers[layer]):
-            if not active[sequence] or not clusters.used:
+            if not active[sequence] or not clusters.held:
                 no_clusters(out[sequence])
                 continue
             start = time.perf_counter()

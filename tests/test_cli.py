@@ -277,17 +277,18 @@ def test_ctrl_c_ends_with_130_and_what_was_printed(checkpoint, method, call, sho
     assert out.decode().strip("\n") == (whole.strip("\n\ufffd") if shown else "")
 
 
-def test_ctrl_c_inside_a_callback_of_the_host_path(checkpoint):
+@pytest.mark.parametrize("index", ["exact", "scann", "wave"])
+def test_ctrl_c_inside_a_callback_of_the_host_path(index, checkpoint):
     """It would come out of XLA as an error of JAX's."""
     before = (
-        "import os, signal, rajax.host_path as h\n"
-        "real = h.by_handle\n"
+        "import os, signal, rajax.host_path, rajax.wave_host\n"
+        "real = rajax.host_path.by_handle\n"
         "def by_handle(handle):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    return real(handle)\n"
-        "h.by_handle = by_handle\n"
+        "rajax.host_path.by_handle = rajax.wave_host.by_handle = by_handle\n"
     )
-    process = start("generate", checkpoint, "-p", LONG, "-n", 500, before=before)
+    process = start("generate", checkpoint, "-p", LONG, "-n", 500, "--index", index, before=before)
     _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (130, b"interrupted\n")
 

@@ -68,6 +68,17 @@ def _nothing_left_behind():
     assert not [name for name in names if name.startswith("rajax")]
 
 
+@pytest.mark.parametrize(("exact_below", "searched"), [(78, False), (77, True)])
+def test_a_request_that_stays_short_attends_to_every_key(exact_below, searched):
+    """Of 80 tokens and 9 new ones, 77 are offloaded in the end."""
+    model, (text,) = random_llama(30), random_tokens(30, 89)
+    settings = rajax.RetrievalConfig(sink_tokens=3, window=9, top_k=2, summary=False, exact_below=exact_below)
+    got = rajax.logits(model, text, settings, decode_from=80)
+    error = np.abs(got - rajax.logits(model, text)).max()
+    assert (error > 1e-2) == searched
+    assert searched or error < TOLERANCE
+
+
 @pytest.mark.parametrize("index", KINDS)
 @pytest.mark.parametrize("kv_heads", [2, 4], ids=["gqa", "mha"])
 def test_all_keys_retrieved_equals_dense(index, kv_heads):

@@ -491,6 +491,7 @@ def settings(**changes: Any) -> rajax.RetrievalConfig:
         {"whole_heads": 1.0},
         {"outliers": 0.0},
         {"outliers": 0.2},
+        {"outliers": 1.0},
         {"outliers": 0.9, "whole_heads": 0.5, "block_cache": 0.0},
         {"update_every": 1},
     ],

@@ -293,6 +293,7 @@ def settings(**changes: Any) -> rajax.RetrievalConfig:
         {"whole_heads": 0.5},
         {"whole_heads": 1.0},
         {"outliers": 0.2},
+        {"outliers": 1.0},
         {"outliers": 0.9, "whole_heads": 0.5},
         {"update_every": 1},
     ],
@@ -348,7 +349,7 @@ def test_a_failure_reaches_the_caller_as_it_is(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"outliers": 1}, "outliers must be from 0 to below 1; found 1"),
+        ({"outliers": 1.1}, "outliers must be from 0 to 1; found 1.1"),
         ({"host_dtype": "int4"}, "host_dtype must be one of bfloat16, float32; found 'int4'"),
         ({"wave_buffer": 1}, "wave_buffer must be true, false or None, found 1"),
         ({"rank_by": "bound"}, "rank_by='bound' needs the device's buffer: set wave_buffer=True"),

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from jax.experimental.buffer_callback import buffer_callback
 
-CORES = os.cpu_count() or 1
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+"""Cores that this process may use."""
 
 
 def filled_by_host(

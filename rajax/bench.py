@@ -35,7 +35,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,7 +52,7 @@ from rajax.host_path import CallbackHostPath
 from rajax.index import INDEXES
 from rajax.interrupt import interrupt
 from rajax.kernels import Partial, finish, merge, no_keys, partial_attention
-from rajax.kernels.host_call import filled_by_host
+from rajax.kernels.host_call import CORES, filled_by_host
 from rajax.models import DeviceCache, Llama, LlamaConfig, Zone
 from rajax.peers import Peer, PeerMaker, peer_makers
 from rajax.retrieval import RetrievalConfig
@@ -177,14 +176,9 @@ def run(
             "prefill_precision": model.prefill_precision,
             "rope_scaling": scaling and dict(scaling),
             "device": jax.devices()[0].device_kind,
-            "threads": cores(),
+            "threads": CORES,
         }
         yield [row | common for row in rows]
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def yarn(config: LlamaConfig, length: int) -> dict[str, Any] | None:

@@ -9,7 +9,6 @@ Letters: `L` layers, `B` batch, `K` key/value heads, `G` query heads per key/val
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 
 from rajax.handles import Store
 from rajax.head import check_keys
+from rajax.kernels.host_call import CORES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +238,7 @@ class ClusterStore(Store):
         """By layer and sequence."""
         self.kv_heads = kv_heads
         self._key_bytes = 2 * kv_heads * head_dim * dtype.itemsize
-        self._builders = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="rajax-build")
+        self._builders = ThreadPoolExecutor(CORES, thread_name_prefix="rajax-build")
         super().__init__()
 
     def put(self, layer: int, sequence: int, *arguments: Any) -> Future[NewClusters]:

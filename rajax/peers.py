@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ import numpy as np
 from rajax import smollm2
 from rajax.checkpoint import parameters, read_json
 from rajax.convert import rajax_name
+from rajax.kernels.host_call import CORES
 from rajax.models import Llama
 
 
@@ -102,12 +102,12 @@ class LlamaCpp:
             raise ValueError(f"llama.cpp cannot be told {kind} RoPE; leave out --peers, or --rope-scaling")
         if rope:
             rope["rope_freq_scale"] = 1 / float((scaling or {})["factor"])
-        cores = len(os.sched_getaffinity(0))
+
         self.llama = llama_cpp.Llama(
             str(file),
             n_ctx=capacity,
-            n_threads=cores,
-            n_threads_batch=cores,
+            n_threads=CORES,
+            n_threads_batch=CORES,
             flash_attn=True,
             verbose=False,
             **rope,
@@ -139,7 +139,7 @@ class Transformers:
         import torch
         import transformers
 
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(CORES)
         c = model.config
         hf_config = transformers.LlamaConfig(**config)
         if scaling is not None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +23,7 @@ from rajax.budget import Exam, choose_budget, choose_projection
 from rajax.handles import Store
 from rajax.head import Head, Search, Segment, check_keys
 from rajax.index import ExactIndex
+from rajax.kernels.host_call import CORES
 from rajax.kernels.partial import Partial, no_keys
 from rajax.retrieval import RetrievalConfig
 from rajax.routes import Routes
@@ -98,7 +98,7 @@ class HostStore(Store):
         ]
         """The heads, by layer, sequence and key/value head."""
         self.counters = Counters()
-        self._builders = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="rajax-build")
+        self._builders = ThreadPoolExecutor(CORES, thread_name_prefix="rajax-build")
         self._searcher = ThreadPoolExecutor(1, thread_name_prefix="rajax-search")
         self._preparing: list[Future[None]] = []
         self._sealing: dict[int, list[list[Future[Segment]]]] = {}

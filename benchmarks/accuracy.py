@@ -43,16 +43,17 @@ WANTED = 256
 
 def settings() -> dict[str, RetrievalConfig]:
     """The settings by name; a name that ends in "+ summary" differs from the one without only in that."""
-    raw: dict[str, Any] = {"projection": False, "routes": 0}
+    searched: dict[str, Any] = {"exact_below": 0}
+    raw = {**searched, "projection": False, "routes": 0}
     plain = {
         "scann 12 %": RetrievalConfig(leaves_searched=0.12, **raw),
         "scann 25 %": RetrievalConfig(leaves_searched=0.25, **raw),
         "scann 50 %": RetrievalConfig(leaves_searched=0.5, **raw),
         "exact 100": RetrievalConfig(index="exact", top_k=100),
         "exact 256": RetrievalConfig(index="exact"),
-        "routes": RetrievalConfig(leaves_searched=0, routes=16),
-        "whole": RetrievalConfig(),
-        "whole, error 2 %": RetrievalConfig(target_error=0.02),
+        "routes": RetrievalConfig(leaves_searched=0, routes=16, **searched),
+        "whole": RetrievalConfig(**searched),
+        "whole, error 2 %": RetrievalConfig(target_error=0.02, **searched),
     }
     both = {}
     for name, config in plain.items():

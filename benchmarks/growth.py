@@ -83,7 +83,7 @@ def main() -> None:
     if len(tokens) < total:
         parser.error(f"{args.text} has {len(tokens)} tokens; {total} are needed")
     model = load(args.checkpoint, total)
-    with Session(model, [args.context], [total], rajax.RetrievalConfig()) as session:
+    with Session(model, [args.context], [total], rajax.RetrievalConfig(exact_below=0)) as session:
         prefill(model, [tokens[: args.context]], [session])
         session.finish_prefill()
         grow(session, tokens[args.context : total], args.at_ends, Console(width=120))

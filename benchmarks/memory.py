@@ -34,7 +34,7 @@ def main() -> None:
     prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, args.context).astype(np.int32)
 
     start = time.perf_counter()
-    with Session(model, [args.context], [total], rajax.RetrievalConfig()) as session:
+    with Session(model, [args.context], [total], rajax.RetrievalConfig(exact_below=0)) as session:
 
         def report(done: int, layers: int) -> None:
             print(f"\rlayer {done} of {layers}, {time.perf_counter() - start:.0f} s", end="", flush=True)

@@ -37,7 +37,8 @@ def run(length: int, depth: float) -> int:
     out.print(f"text:  {len(text.tokens):,} tokens, with a number hidden at {depth:.0%} of it")
     out.print(f"asked: {text.question}\n")
 
-    attentions = {"retrieval": RetrievalConfig(recall_steps=RECALL_STEPS), "dense": None}
+    # A text so short would be attended to whole.
+    attentions = {"retrieval": RetrievalConfig(exact_below=0, recall_steps=RECALL_STEPS), "dense": None}
     runs = []
     for name, retrieval in attentions.items():
         out.print(f"[bold]{name}[/]")

@@ -3,7 +3,7 @@
 Letters: `B` batch, `T` positions of a block, `S` positions of the prompt, `Q` sampled positions, `K` key/value
 heads, `G` query heads per key/value head, `H` head dim, `D` model dim, `F` MLP dim, `V` vocabulary, `L` layers.
 
-Parameters have the names of Hugging Face's Llama; kernels are [in, out], as Flax has them.
+Parameters have the names of Hugging Face's Llama, but for `PACKED` ones; kernels are [in, out], as Flax has them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
 }
 
+PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Linear layers that are several of Hugging Face's side by side, as in vLLM: one long kernel is read faster."""
+
 PREFILL_PRECISIONS = {"float32": None, "bfloat16": ROUNDED}
 """By the name that users know, JAX's name: products of what the parameters are, or rounded with float32 sums."""
 
@@ -44,7 +47,7 @@ class RMSNorm(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """The gated MLP: down(act(gate(x)) * up(x))."""
+    """The gated MLP: down(act(gate(x)) * up(x)). `gate_up_proj` are gate_proj and up_proj side by side."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         def linear(features_in: int, features_out: int) -> nnx.Linear:
@@ -53,12 +56,21 @@ class MLP(nnx.Module):
             )
 
         self.activation = config.hidden_act
-        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = linear(config.hidden_size, config.intermediate_size)
+        self.gate_up_proj = linear(config.hidden_size, 2 * config.intermediate_size)
         self.down_proj = linear(config.intermediate_size, config.hidden_size)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(ACTIVATIONS[self.activation](self.gate_proj(x)) * self.up_proj(x))
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(ACTIVATIONS[self.activation](gate) * up)
+
+
+def packed_widths(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """How many columns of each of the `PACKED` every part has."""
+    kv_heads = config.num_key_value_heads * config.head_dim
+    return {
+        "qkv_proj": (config.num_attention_heads * config.head_dim, kv_heads, kv_heads),
+        "gate_up_proj": (config.intermediate_size, config.intermediate_size),
+    }
 
 
 class Layer(nnx.Module):

@@ -31,7 +31,7 @@ from flax import nnx
 from orbax.checkpoint import type_handlers
 
 from rajax.models import ConfigError, Llama, LlamaConfig
-from rajax.models.llama import PREFILL_PRECISIONS
+from rajax.models.llama import PACKED, PREFILL_PRECISIONS, packed_widths
 
 PARAMS = "params"
 CHECKSUMS = "checksums.json"
@@ -110,14 +110,14 @@ def load(
     _check_files(path)
 
     graph, state = nnx.split(abstract_model(config))
-    expected = {name: leaf for name, leaf in _named(state)}
+    expected = parameter_shapes(config)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     try:
         with _checkpointer(
             {jax.Array: _BatchHandler(), np.ndarray: type_handlers.NumpyHandler()}
         ) as checkpointer:
             stored = _stored_shapes(checkpointer, path / PARAMS)
-            _check_names(path, stored, {name: leaf.shape for name, leaf in expected.items()})
+            _check_names(path, stored, expected)
             restore_args = {name: ocp.ArrayRestoreArgs(dtype=dtype, sharding=device) for name in expected}
             arrays = checkpointer.restore(
                 (path / PARAMS).absolute(), args=ocp.args.PyTreeRestore(restore_args=restore_args)
@@ -129,7 +129,10 @@ def load(
         raise CheckpointError(
             f"{path / PARAMS} cannot be read; convert the model again. Cause: {cause}"
         ) from error
-    leaves = [arrays[name] for name, _ in _named(state)]
+    leaves = []
+    for name, _ in _named(state):
+        parts = [arrays.pop(part) for part in _parts(name)]
+        leaves.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1))
     model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
     model.prefill_precision = prefill_precision
     return model
@@ -237,13 +240,28 @@ def abstract_model(config: LlamaConfig) -> Llama:
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's name and shape."""
-    return {name: leaf.shape for name, leaf in _named(nnx.state(abstract_model(config)))}
+    """Every parameter's name in a checkpoint, and its shape."""
+    shapes = {}
+    for name, leaf in _named(nnx.state(abstract_model(config))):
+        widths = packed_widths(config).get(name.split(".")[-2], leaf.shape[-1:])
+        shapes |= {part: (*leaf.shape[:-1], w) for part, w in zip(_parts(name), widths, strict=True)}
+    return shapes
 
 
 def parameters(model: Llama) -> dict[str, jax.Array]:
-    """Every parameter's name and array."""
-    return dict(_named(nnx.state(model)))
+    """Every parameter's name in a checkpoint, and its array."""
+    arrays = {}
+    for name, leaf in _named(nnx.state(model)):
+        widths = packed_widths(model.config).get(name.split(".")[-2], leaf.shape[-1:])
+        parts = jnp.split(leaf, np.cumsum(widths)[:-1].tolist(), axis=-1)
+        arrays |= dict(zip(_parts(name), parts, strict=True))
+    return arrays
+
+
+def _parts(name: str) -> list[str]:
+    """The names in a checkpoint of the parameters that one of the model's is made of, mostly of itself."""
+    *path, module, kind = name.split(".")
+    return [".".join([*path, part, kind]) for part in PACKED.get(module, (module,))]
 
 
 def _named(state: Any) -> Iterator[tuple[str, Any]]:

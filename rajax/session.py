@@ -66,7 +66,7 @@ class Session:
             jnp.asarray(np.stack([f for f, _ in frequencies])),
             jnp.asarray([f for _, f in frequencies], jnp.float32),
         )
-        dtype = model.layers[0].self_attn.k_proj.kernel[...].dtype
+        dtype = model.layers[0].self_attn.qkv_proj.kernel[...].dtype
         self.offload: Offload | None = None
         # Every slot is read at every step, so few may be left over.
         self.zone = Zone(sinks=0, window=bucket(max(capacity), parts=128))

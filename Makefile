@@ -8,7 +8,7 @@ demo: .venv/demo.done
 	$(BIN)/rajax demo
 
 test: .venv/test.done
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
 
 lint: .venv/test.done
 	$(BIN)/ruff check .

@@ -109,7 +109,6 @@ def load(
         dtype = _dtype(dtype)
     _check_files(path)
 
-    graph, state = nnx.split(abstract_model(config))
     expected = parameter_shapes(config)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     try:
@@ -129,11 +128,7 @@ def load(
         raise CheckpointError(
             f"{path / PARAMS} cannot be read; convert the model again. Cause: {cause}"
         ) from error
-    leaves = []
-    for name, _ in _named(state):
-        parts = [arrays.pop(part) for part in _parts(name)]
-        leaves.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1))
-    model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
+    model = from_parameters(config, arrays)
     model.prefill_precision = prefill_precision
     return model
 
@@ -241,16 +236,26 @@ def abstract_model(config: LlamaConfig) -> Llama:
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter's name in a checkpoint, and its shape."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, leaf in _named(nnx.state(abstract_model(config))):
         widths = packed_widths(config).get(name.split(".")[-2], leaf.shape[-1:])
         shapes |= {part: (*leaf.shape[:-1], w) for part, w in zip(_parts(name), widths, strict=True)}
     return shapes
 
 
+def from_parameters(config: LlamaConfig, arrays: dict[str, jax.Array]) -> Llama:
+    """The model of arrays by their names in a checkpoint. It takes them out of `arrays`."""
+    graph, state = nnx.split(abstract_model(config))
+    leaves = []
+    for name, _ in _named(state):
+        parts = [arrays.pop(part) for part in _parts(name)]
+        leaves.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1))
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), leaves))
+
+
 def parameters(model: Llama) -> dict[str, jax.Array]:
     """Every parameter's name in a checkpoint, and its array."""
-    arrays = {}
+    arrays: dict[str, jax.Array] = {}
     for name, leaf in _named(nnx.state(model)):
         widths = packed_widths(model.config).get(name.split(".")[-2], leaf.shape[-1:])
         parts = jnp.split(leaf, np.cumsum(widths)[:-1].tolist(), axis=-1)

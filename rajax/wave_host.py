@@ -238,7 +238,8 @@ def _grouped(new: NewClusters, root: np.ndarray) -> tuple[NewClusters, np.ndarra
     def ordered(a: np.ndarray) -> np.ndarray:
         return np.take_along_axis(a, order.reshape(*order.shape, *(1,) * (a.ndim - 2)), axis=1)
 
-    new = dataclasses.replace(new, **{name: ordered(getattr(new, name)) for name in names})
+    changed: dict[str, Any] = {name: ordered(getattr(new, name)) for name in names}
+    new = dataclasses.replace(new, **changed)
     ends = np.cumsum([np.bincount(row, minlength=number) for row in labels], axis=1)
     return new, np.pad(ends, ((0, 0), (1, 0)))
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
+from rajax.checkpoint import from_parameters, parameter_shapes
 from rajax.models import Llama, LlamaConfig, RopeConfig
 
 
@@ -28,15 +28,18 @@ def random_llama(seed: int = 0, **overrides: Any) -> Llama:
         "rms_norm_eps": 1e-5,
     }
     config = LlamaConfig(**{**settings, **overrides})
-    graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
     draw = np.random.RandomState(seed)
 
-    def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if len(leaf.shape) == 1:
-            return jnp.asarray(1 + 0.3 * draw.standard_normal(leaf.shape), jnp.float32)
-        return jnp.asarray(draw.standard_normal(leaf.shape) * 1.6 / np.sqrt(leaf.shape[0]), jnp.float32)
+    def fill(shape: tuple[int, ...]) -> jax.Array:
+        if len(shape) == 1:
+            return jnp.asarray(1 + 0.3 * draw.standard_normal(shape), jnp.float32)
+        return jnp.asarray(draw.standard_normal(shape) * 1.6 / np.sqrt(shape[0]), jnp.float32)
 
-    return nnx.merge(graph, jax.tree.map(fill, state))
+    def in_order(name: str) -> list[int | str]:
+        return [int(part) if part.isdigit() else part for part in name.split(".")]
+
+    shapes = parameter_shapes(config)
+    return from_parameters(config, {name: fill(shapes[name]) for name in sorted(shapes, key=in_order)})
 
 
 def random_tokens(seed: int, *lengths: int, vocabulary: int = 64) -> list[np.ndarray]:

@@ -144,7 +144,9 @@ def test_more_keys_come_closer_to_dense(index):
 @pytest.mark.parametrize("index", ["scann", "wave", HOST_WAVE])
 def test_a_batch_equals_its_sequences_alone(index):
     model, texts = random_llama(6), random_tokens(6, 70, 4, 33)
-    settings = {"max_new_tokens": 30, "retrieval": config(index, keys=8), "stop": ()}
+    # Two of ScaNN's indexes of the same keys may find others among the last.
+    keys = ALL if index == "scann" else 8
+    settings = {"max_new_tokens": 30, "retrieval": config(index, keys=keys), "stop": ()}
     together = rajax.generate(model, texts, **settings)
     for row, text in enumerate(texts):
         assert rajax.generate(model, text, **settings).tokens[0] == together.tokens[row]

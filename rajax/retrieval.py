@@ -71,7 +71,7 @@ class RetrievalConfig:
         clusters' estimates are worst on held-out queries of the prompt. Heads that copy text attend to single keys
         among many alike, and no cluster tells which; two of SmolLM2's 90 make two thirds of the divergence from dense.
         By default 0.03. With `wave_buffer` they stay on the device, one of a layer at most; without it they are as many
-        more as have 2,048 keys per head on average: 6 % at 32,768 offloaded keys, all up to 2,048.
+        more as have 4,096 keys per head on average: an eighth at 32,768 offloaded keys, all up to 4,096.
       update_every: with "wave", tokens of an answer that stay on the device beyond the window until they are clustered
         together, at least two more than the model has layers. RetroInfer takes 1,024; fewer take less device memory.
       sink_tokens: first tokens that stay on the device; 128 as in RetrievalAttention, section 4.1.

@@ -38,7 +38,7 @@ OPEN_P = 0.9
 LEAST_OPEN = 24
 """Groups of half a head whose clusters are looked at in any case."""
 
-WHOLE_KEYS = 2048
+WHOLE_KEYS = 4096
 """Keys per head, on average over all heads, that whole heads may have where the settings leave their number open."""
 
 _group_labels = jax.jit(group_labels)

@@ -276,7 +276,7 @@ def test_threads_change_nothing(monkeypatch):
 def test_more_heads_are_whole_in_short_texts():
     wave = object.__new__(HostWave)
     shares = [wave.whole_share(keys) for keys in (0, 1000, 8192, 32768, 1 << 20)]
-    np.testing.assert_allclose(shares, [1, 1, 0.25, 0.0625, 0.03])
+    np.testing.assert_allclose(shares, [1, 1, 0.5, 0.125, 0.03])
 
 
 def settings(**changes: Any) -> rajax.RetrievalConfig:

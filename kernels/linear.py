@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rajax.kernels import tiles
+from rajax.kernels import tiles, vectors
 from rajax.kernels.host_call import filled_by_host, share_out
 
 ROWS = 256
@@ -60,7 +60,7 @@ def _fill(x: np.ndarray, pairs: np.ndarray, out: np.ndarray) -> None:
 
 @functools.cache
 def _compiled() -> Any:
-    return tiles.compile_tiles(_multiply)
+    return vectors.compiled(_multiply)
 
 
 def _multiply(configuration, x, pairs, first, last, out):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rajax.kernels import tiles
+from rajax.kernels import tiles, vectors
 from rajax.kernels.host_call import filled_by_host, share_out
 
 CHUNK = 512
@@ -98,7 +98,7 @@ def _fill(
 
 @functools.cache
 def _compiled() -> tuple[Any, Any]:
-    return tiles.compile_tiles(_assign), tiles.compile_tiles(_add)
+    return vectors.compiled(_assign), vectors.compiled(_add)
 
 
 def _assign(configuration, points, centers, offsets, first, last, labels):

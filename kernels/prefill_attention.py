@@ -1,4 +1,4 @@
-"""Causal attention of one block of prompt positions over all keys before it, in plain JAX.
+"""Causal attention of one block of prompt positions over all keys before it: in plain JAX, or in a CPU's own units.
 
 Letters: `B` batch, `T` query positions of the block, `S` key positions, `K` key/value heads, `G` query heads
 per key/value head, `H` head dim.
@@ -11,8 +11,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from rajax.kernels import tiles
-from rajax.kernels.tile_attention import fits, tile_attention
+from rajax.kernels import tiles, vectors
+from rajax.kernels.tile_attention import tile_attention
+from rajax.kernels.vector_attention import vector_attention
 
 
 def prefill_attention(
@@ -22,8 +23,8 @@ def prefill_attention(
 
     Keys are read `block` at a time with a running max (online softmax), so the largest array is
     [B, K, G, T, block], whatever the length of the prompt. Products are in the operands' dtype with float32
-    sums; the softmax is in float32. Where products may be rounded and a CPU has a matrix unit (`tiles.chosen`), that
-    computes all of it.
+    sums; the softmax is in float32. A CPU computes all of it in its matrix unit, where products may be rounded and
+    it has one (`tiles.chosen`), else in its vector registers (`vectors.usable`).
 
     Args:
       q: [B, K, G, T, H], already scaled by H**-0.5.
@@ -38,8 +39,11 @@ def prefill_attention(
     if keys.shape[2] % block:
         raise ValueError(f"{keys.shape[2]} key positions are not a multiple of the block of {block}")
     length = q.shape[3]
-    if tiles.chosen() and fits(length, *keys.shape[2:]):
-        return tile_attention(q, keys, values, start)
+    if not any(size % vectors.LANES for size in (length, *keys.shape[2:])):
+        if tiles.chosen():
+            return tile_attention(q, keys, values, start)
+        if vectors.usable() and not tiles.rounded():
+            return vector_attention(q, keys, values, start)
     if tiles.rounded():
         q, keys, values = (a.astype(jnp.bfloat16) for a in (q, keys, values))
     rows = start + jnp.arange(length)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rajax.kernels import tiles
+from rajax.kernels import tiles, vectors
 from rajax.kernels.host_call import filled_by_host, share_out
 
 LANES = tiles.LANES
@@ -26,11 +26,6 @@ STEP = 256
 
 QUERIES = 256
 """Query positions that share a reading of `STEP` keys: those stay in its second."""
-
-
-def fits(length: int, positions: int, width: int) -> bool:
-    """Whether T query positions, S key positions and head dim H are of sizes that `tile_attention` has tiles for."""
-    return length % LANES == positions % LANES == width % LANES == 0
 
 
 def tile_attention(q: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array) -> jax.Array:
@@ -128,7 +123,7 @@ def _compiled(width: int) -> Any:
                     # Every query sees key 0, which is in the first step, so tops are finite from there on.
                     before[:] = tops[c]
                     raise_ = tops.ctypes.data + 4 * LANES * c
-                    tiles.raise_tops(at_scores, number, raise_)
+                    vectors.raise_tops(at_scores, number, raise_)
                     higher = False
                     for i in range(LANES):
                         higher |= tops[c, i] > before[i]
@@ -157,4 +152,4 @@ def _compiled(width: int) -> Any:
                         out[b, row + c * LANES + i, n, h] = sums[c, h, i] * scale
         tiles.release()
 
-    return tiles.compile_tiles(_attend)
+    return vectors.compiled(_attend)

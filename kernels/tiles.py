@@ -12,11 +12,9 @@ Documentation/arch/x86/xstate.rst.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import platform
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,7 +25,10 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 32
+from rajax.kernels import vectors
+from rajax.kernels.vectors import call, pointer
+
+LANES = vectors.LANES
 """Columns of two tiles side by side, and rows of a right tile's matrix."""
 
 ROUNDED = "BF16_BF16_F32"
@@ -81,28 +82,9 @@ def padded(a: jax.Array) -> jax.Array:
     return jnp.pad(a.astype(jnp.bfloat16), [(0, -n % LANES) for n in a.shape])
 
 
-def compile_tiles(function: Callable[..., None]) -> Any:
-    """Numba's compilation of a function that uses tiles, kept on disk where that is possible."""
-    # No fast math: `_power_of_two` rests on the order of its sums.
-    compiled = njit(nogil=True, error_model="numpy")(function)
-    with contextlib.suppress(RuntimeError):
-        compiled.enable_caching()
-    return compiled
-
-
 # What follows is for compiled code. Addresses are integers, in bytes.
 
 _BYTE, _LONG = ir.IntType(8), ir.IntType(64)
-_FLOATS, _INTS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(ir.IntType(32), LANES)
-
-
-def _call(builder: Any, name: str, arguments: list[Any], result: Any = None) -> Any:
-    function = ir.FunctionType(result or ir.VoidType(), [a.type for a in arguments])
-    return builder.call(cgutils.get_or_insert_function(builder.module, function, name), arguments)
-
-
-def _pointer(builder: Any, address: Any, kind: Any = _BYTE) -> Any:
-    return builder.inttoptr(address, kind.as_pointer())
 
 
 def _numbers(*tiles: Any) -> list[Any] | None:
@@ -117,7 +99,7 @@ def configure(context, table):
     """Before the first use of tiles in a thread."""
 
     def generate(context, builder, signature, arguments):
-        _call(builder, "llvm.x86.ldtilecfg", [_pointer(builder, arguments[0])])
+        call(builder, "llvm.x86.ldtilecfg", [pointer(builder, arguments[0])])
         return context.get_dummy_value()
 
     return types.void(types.uintp), generate
@@ -128,7 +110,7 @@ def release(context):
     """After the last use: the operating system need not keep them any more."""
 
     def generate(context, builder, signature, arguments):
-        _call(builder, "llvm.x86.tilerelease", [])
+        call(builder, "llvm.x86.tilerelease", [])
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -142,7 +124,7 @@ def clear(context, tile):
         return None
 
     def generate(context, builder, signature, arguments):
-        _call(builder, "llvm.x86.tilezero", numbers)
+        call(builder, "llvm.x86.tilezero", numbers)
         return context.get_dummy_value()
 
     return types.void(tile), generate
@@ -156,7 +138,7 @@ def _move(name: str) -> Any:
             return None
 
         def generate(context, builder, signature, arguments):
-            _call(builder, name, [*numbers, _pointer(builder, arguments[1]), arguments[2]])
+            call(builder, name, [*numbers, pointer(builder, arguments[1]), arguments[2]])
             return context.get_dummy_value()
 
         return types.void(tile, types.uintp, types.intp), generate
@@ -179,69 +161,10 @@ def multiply_add(context, out, left, right):
         return None
 
     def generate(context, builder, signature, arguments):
-        _call(builder, "llvm.x86.tdpbf16ps", numbers)
+        call(builder, "llvm.x86.tdpbf16ps", numbers)
         return context.get_dummy_value()
 
     return types.void(out, left, right), generate
-
-
-def _float(x: float) -> Any:
-    return ir.Constant(_FLOATS, [float(np.float32(x))] * LANES)
-
-
-def _int(x: int) -> Any:
-    return ir.Constant(_INTS, [x] * LANES)
-
-
-def _maximum(builder: Any, x: Any, y: Any) -> Any:
-    return builder.select(builder.fcmp_ordered(">", x, y), x, y)
-
-
-def _fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
-    """x y + z, rounded once."""
-    return _call(builder, f"llvm.fma.v{LANES}f32", [x, y, z], _FLOATS)
-
-
-def _fit() -> list[float]:
-    """A polynomial of degree 4, lowest power first, that is 2**x from -1/2 to 1/2, to 4e-6 of it."""
-    x = np.cos(np.pi * (np.arange(64) + 0.5) / 64) / 2
-    series = np.polynomial.chebyshev.chebfit(2 * x, 2.0**x, 4)
-    return list(np.polynomial.chebyshev.cheb2poly(series) * 2.0 ** np.arange(5))
-
-
-_POLYNOMIAL = _fit()
-
-
-def _power_of_two(builder: Any, x: Any) -> Any:
-    """The bits of 2**x for x <= 0; 0 from -126 down, where float32 loses digits."""
-    some = builder.fcmp_ordered(">", x, _float(-126))
-    x = _maximum(builder, x, _float(-126))
-    # A float32 of this size has no fraction, so the sum is rounded to a whole number, whose bits are its last ones.
-    whole = builder.fadd(x, _float(1.5 * 2**23))
-    rest = builder.fsub(x, builder.fsub(whole, _float(1.5 * 2**23)))
-    power = _float(_POLYNOMIAL[4])
-    for factor in _POLYNOMIAL[3::-1]:
-        power = _fused(builder, power, rest, _float(factor))
-    exponent = builder.shl(builder.bitcast(whole, _INTS), _int(23))
-    return builder.select(some, builder.add(builder.bitcast(power, _INTS), exponent), _int(0))
-
-
-@intrinsic
-def raise_tops(context, scores, rows, tops):
-    """tops [LANES] = the larger of itself and each of scores [rows, LANES], float32."""
-
-    def generate(context, builder, signature, arguments):
-        scores, rows, tops = arguments
-        place = _pointer(builder, tops, _FLOATS)
-        top = cgutils.alloca_once_value(builder, builder.load(place, align=4))
-        with cgutils.for_range(builder, rows) as loop:
-            row = builder.add(scores, builder.mul(loop.index, _LONG(4 * LANES)))
-            score = builder.load(_pointer(builder, row, _FLOATS), align=4)
-            builder.store(_maximum(builder, builder.load(top), score), top)
-        builder.store(builder.load(top), place, align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.uintp, types.intp, types.uintp), generate
 
 
 @intrinsic
@@ -254,23 +177,23 @@ def weigh(context, scores, pairs, tops, weights, totals):
 
     def generate(context, builder, signature, arguments):
         scores, pairs, tops, weights, totals = arguments
-        to_base_2 = _float(np.log2(np.e))
-        top = builder.fmul(builder.load(_pointer(builder, tops, _FLOATS), align=4), _float(-np.log2(np.e)))
-        place = _pointer(builder, totals, _FLOATS)
-        total = cgutils.alloca_once_value(builder, builder.load(place, align=4))
+        to_base_2 = vectors.floats(np.log2(np.e))
+        top = builder.fmul(vectors.load(builder, tops), vectors.floats(-np.log2(np.e)))
+        total = cgutils.alloca_once_value(builder, vectors.load(builder, totals))
         with cgutils.for_range(builder, pairs) as loop:
             offset = builder.mul(loop.index, _LONG(4 * LANES))
             first = builder.add(scores, builder.shl(offset, _LONG(1)))
             rounded = []
             for row in (first, builder.add(first, _LONG(4 * LANES))):
-                score = builder.load(_pointer(builder, row, _FLOATS), align=4)
-                power = _power_of_two(builder, _fused(builder, score, to_base_2, top))
-                rounded.append(builder.and_(builder.add(power, _int(0x8000)), _int(0xFFFF0000)))
-            both = builder.fadd(*(builder.bitcast(r, _FLOATS) for r in rounded))
+                score = vectors.fused(builder, vectors.load(builder, row), to_base_2, top)
+                power = vectors.power_of_two(builder, score, degree=4)
+                power = builder.add(power, vectors.ints(0x8000))
+                rounded.append(builder.and_(power, vectors.ints(0xFFFF0000)))
+            both = builder.fadd(*(builder.bitcast(r, vectors.FLOATS) for r in rounded))
             builder.store(builder.fadd(builder.load(total), both), total)
-            pair = builder.or_(builder.lshr(rounded[0], _int(16)), rounded[1])
-            builder.store(pair, _pointer(builder, builder.add(weights, offset), _INTS), align=4)
-        builder.store(builder.load(total), place, align=4)
+            pair = builder.or_(builder.lshr(rounded[0], vectors.ints(16)), rounded[1])
+            vectors.store(builder, pair, builder.add(weights, offset))
+        vectors.store(builder, builder.load(total), totals)
         return context.get_dummy_value()
 
     signature = types.void(types.uintp, types.intp, types.uintp, types.uintp, types.uintp)

@@ -83,7 +83,7 @@ class Layer(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def prefill(
-        self, x: jax.Array, rope: Rope, sampled: jax.Array, *, block: int
+        self, x: jax.Array, rope: Rope, sampled: jax.Array, wanted: tuple[jax.Array, jax.Array], *, block: int
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """The layer over a whole prompt, `block` positions at a time.
 
@@ -92,6 +92,8 @@ class Layer(nnx.Module):
             nothing before them attends to them.
           rope: the rotary embedding.
           sampled: [Q] int32, the positions whose queries are wanted.
+          wanted: int32 scalars, the first block whose output is wanted and the one after the last; rows of
+            others stay x's.
           block: positions per step. Besides x, keys and values every array has this many rows.
 
         Returns:
@@ -113,13 +115,16 @@ class Layer(nnx.Module):
             for a in jax.lax.map(keys_values, (starts, blocks))
         )
 
-        def rest(args):
-            start, x = args
-            x = x + self.self_attn.prefill(self.input_layernorm(x), start, keys, values, rope, block=block)
-            return x + self.mlp(self.post_attention_layernorm(x))
+        def rest(i, x):
+            start = i * block
+            here = jax.lax.dynamic_slice_in_dim(x, start, block, axis=1)
+            here = here + self.self_attn.prefill(
+                self.input_layernorm(here), start, keys, values, rope, block=block
+            )
+            here = here + self.mlp(self.post_attention_layernorm(here))
+            return jax.lax.dynamic_update_slice_in_dim(x, here, start, axis=1)
 
-        out = jax.lax.map(rest, (starts, blocks))
-        return out.swapaxes(0, 1).reshape(x.shape), keys, values, queries
+        return jax.lax.fori_loop(*wanted, rest, x), keys, values, queries
 
     def decode(self, x: jax.Array, *args, **kwargs) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The layer over one token per sequence; arguments and results are those of `Attention.decode`."""

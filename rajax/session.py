@@ -209,7 +209,9 @@ def prefill(
       The logits [B, V] of the token after each prompt.
     """
     rows, split = [], _split(model)
-    for sequence, hidden in enumerate(_hidden_states(model, prompts, sessions, on_prefill)):
+    for sequence, hidden in enumerate(
+        _hidden_states(model, prompts, sessions, on_prefill, all_of_them=False)
+    ):
         last = len(prompts[sequence]) - 1
         rows.append(_logits(*split, hidden[:, last]))
     return jnp.concatenate(rows)
@@ -220,29 +222,38 @@ def prefill_logits(
 ) -> Iterable[np.ndarray]:
     """`prefill`, with the logits [T, V] after every position of each prompt, one prompt at a time."""
     split = _split(model)
-    for prompt, hidden in zip(prompts, _hidden_states(model, prompts, sessions, None), strict=True):
+    for prompt, hidden in zip(prompts, _hidden_states(model, prompts, sessions), strict=True):
         blocks = range(0, len(prompt), BLOCK)
         logits = [np.asarray(_logits(*split, hidden[0, start : start + BLOCK])) for start in blocks]
         yield np.concatenate(logits)[: len(prompt)]
 
 
 def _hidden_states(
-    model: Llama, prompts: Sequence[np.ndarray], sessions: Sequence[Session], on_prefill: OnPrefill | None
+    model: Llama,
+    prompts: Sequence[np.ndarray],
+    sessions: Sequence[Session],
+    on_prefill: OnPrefill | None = None,
+    *,
+    all_of_them: bool = True,
 ) -> Iterable[jax.Array]:
-    """The last layer's output [1, S, D] of each prompt in turn."""
+    """The last layer's output [1, S, D] of each prompt in turn; at the last token alone unless `all_of_them`."""
     layers = [_split(layer) for layer in model.layers]
     window = min(session.zone.window for session in sessions)
     precision = PREFILL_PRECISIONS[model.prefill_precision]
     for sequence, prompt in enumerate(prompts):
         length = bucket(len(prompt))
+        block = min(BLOCK, length)
+        last = (len(prompt) - 1) // block
         tokens = np.zeros((1, length), np.int32)
         tokens[0, : len(prompt)] = prompt
         rope = jax.tree.map(lambda a, i=sequence: a[i : i + 1], sessions[0].rope)
         positions = sample_positions(len(prompt), window)
         x = model.embed(jnp.asarray(tokens))
         for i, (static, leaves) in enumerate(layers):
+            # Blocks of padding are left out, and of the last layer's all but one.
+            wanted = last if i == len(layers) - 1 and not all_of_them else 0, last + 1
             x, keys, values, queries = _prefill_layer(
-                static, leaves, x, rope, positions, block=min(BLOCK, length), precision=precision
+                static, leaves, x, rope, positions, wanted, block=block, precision=precision
             )
             for session in sessions:
                 session.take(i, sequence, keys, values, queries, positions)
@@ -265,10 +276,10 @@ def _join(static: Any, leaves: list[jax.Array]) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames=("static", "block", "precision"), donate_argnames=("x",))
-def _prefill_layer(static, leaves, x, rope, sampled, *, block, precision):
+def _prefill_layer(static, leaves, x, rope, sampled, wanted, *, block, precision):
     # None leaves what the user set for JAX.
     with jax.default_matmul_precision(precision) if precision else contextlib.nullcontext():
-        return _join(static, leaves).prefill(x, rope, sampled, block=block)
+        return _join(static, leaves).prefill(x, rope, sampled, wanted, block=block)
 
 
 @functools.partial(jax.jit, static_argnames=("static",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from typing import Any
@@ -489,9 +490,8 @@ def test_no_array_of_the_prefill_is_as_large_as_the_prompt_squared():
         static, leaves = _split(model.layers[0])
         x = jax.ShapeDtypeStruct((1, length, 64), np.float32)
         positions = sample_positions(length, 512)
-        jaxpr = jax.make_jaxpr(
-            lambda x: _prefill_layer(static, leaves, x, session.rope, positions, block=512, precision=None)
-        )(x)
+        layer = functools.partial(_prefill_layer, static, leaves, block=512, precision=None)
+        jaxpr = jax.make_jaxpr(layer)(x, session.rope, positions, (0, length // 512))
     sizes = list(_sizes(jaxpr.jaxpr))
     assert len(sizes) > 50
     # The largest are one layer's keys, and one block's scores: 9 heads of 512 by 512.

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numba import njit
 
 from rajax.kernels import tiles, vectors
 from rajax.kernels.host_call import filled_by_host, share_out
@@ -27,7 +28,8 @@ def nearest_center(
     """Assigns points to the centers of the highest point . center + offset.
 
     With offsets of -|center|^2 / 2 those are the nearest. A CPU's matrix unit rounds points and centers to bfloat16 in
-    that comparison: points should lie around 0. XLA computes in float32.
+    that comparison: points should lie around 0. Its vector registers, where there is no such unit, and XLA compute in
+    float32.
 
     Args:
       points: [S, H] float32; S is a multiple of `CHUNK`.
@@ -39,8 +41,8 @@ def nearest_center(
       The center [S] int32 of each point, and per center [C, H + 1] float32 the weighted sum of its points and, last, of
       their weights.
     """
-    if tiles.usable():
-        return _by_tiles(points, weights, centers, offsets)
+    if tiles.usable() or vectors.usable():
+        return _by_host(points, weights, centers, offsets)
     return nearest_center_reference(points, weights, centers, offsets)
 
 
@@ -62,7 +64,7 @@ def nearest_center_reference(
     return labels.reshape(-1), sums
 
 
-def _by_tiles(
+def _by_host(
     points: jax.Array, weights: jax.Array, centers: jax.Array, offsets: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     number, width = centers.shape
@@ -71,25 +73,29 @@ def _by_tiles(
         jax.ShapeDtypeStruct(weights.shape, jnp.int32),
         jax.ShapeDtypeStruct((number, width + 1), jnp.float32),
     )
-    operands = points, tiles.padded(points), weights, tiles.padded(centers), offsets
-    labels, sums = filled_by_host(_fill, shapes, *operands)
+    if tiles.usable():
+        compared = tiles.padded(points), tiles.padded(centers)
+    else:
+        compared = points, jnp.pad(centers, ((0, -number % LANES), (0, 0)))
+    labels, sums = filled_by_host(_fill, shapes, points, weights, *compared, offsets)
     return labels, sums
 
 
 def _fill(
     points: np.ndarray,
-    rounded: np.ndarray,
     weights: np.ndarray,
+    compared: np.ndarray,
     centers: np.ndarray,
     offsets: np.ndarray,
     labels: np.ndarray,
     sums: np.ndarray,
 ) -> None:
-    assign, add = _compiled()
-    rounded, centers = rounded.view(np.uint16), centers.view(np.uint16)
+    assign, add = _compiled(rounded=centers.dtype != np.float32)
+    if centers.dtype != np.float32:
+        compared, centers = compared.view(np.uint16), centers.view(np.uint16)
 
     def some(first: int, last: int) -> None:
-        assign(tiles.CONFIGURATION, rounded, centers, offsets, first, last, labels)
+        assign(tiles.CONFIGURATION, compared, centers, offsets, first, last, labels)
 
     share_out(some, len(points) // LANES)
     sums[:] = 0
@@ -97,12 +103,23 @@ def _fill(
 
 
 @functools.cache
-def _compiled() -> tuple[Any, Any]:
-    return vectors.compiled(_assign), vectors.compiled(_add)
+def _compiled(*, rounded: bool) -> tuple[Any, Any]:
+    return vectors.compiled(_assign_rounded if rounded else _assign), vectors.compiled(_add)
 
 
-def _assign(configuration, points, centers, offsets, first, last, labels):
-    """Labels of the points first .. last - 1, counted in `LANES` of them."""
+@njit(inline="always")
+def _take_better(scores, offsets, first, best, index):
+    """Compares the scores [LANES, LANES] of centers `first`, `first + 1`, ... with each point's best so far."""
+    for j in range(LANES):
+        for i in range(LANES):
+            score = scores[j, i] + offsets[first + j]
+            better = score > best[i]
+            best[i] = score if better else best[i]
+            index[i] = first + j if better else index[i]
+
+
+def _assign_rounded(configuration, points, centers, offsets, first, last, labels):
+    """Labels of the points first .. last - 1, counted in `LANES` of them; points and centers are bfloat16's bits."""
     width = points.shape[1]
     pairs = np.empty((2, width // 2, LANES // 2), np.uint32)
     scores = np.empty((LANES, LANES), np.float32)
@@ -119,15 +136,30 @@ def _assign(configuration, points, centers, offsets, first, last, labels):
             for h in range(0, width, 32):
                 tiles.multiply_block(left + 2 * h, 2 * width, right + 32 * h, 32 * width, 64)
             tiles.store_block(to, 4 * LANES)
-            for j in range(LANES):
-                for i in range(LANES):
-                    score = scores[j, i] + offsets[c + j]
-                    better = score > best[i]
-                    best[i] = score if better else best[i]
-                    index[i] = c + j if better else index[i]
+            _take_better(scores, offsets, c, best, index)
         for j in range(LANES):
             labels[chunk * LANES + j] = index[j]
     tiles.release()
+
+
+def _assign(_, points, centers, offsets, first, last, labels):
+    """`_assign_rounded` of float32, which is not rounded."""
+    width = points.shape[1]
+    turned = np.empty((width, LANES), np.float32)
+    scores = np.empty((LANES, LANES), np.float32)
+    best, index = np.empty(LANES, np.float32), np.empty(LANES, np.int32)
+    for chunk in range(first, last):
+        for j in range(LANES):
+            for h in range(width):
+                turned[h, j] = points[chunk * LANES + j, h]
+        best[:] = -np.inf
+        index[:] = 0
+        for c in range(0, len(centers), LANES):
+            left, right, to = centers.ctypes.data + 4 * c * width, turned.ctypes.data, scores.ctypes.data
+            vectors.multiply(left, 4 * width, 4, LANES, right, 4 * LANES, LANES, width, to, 4 * LANES)
+            _take_better(scores, offsets, c, best, index)
+        for j in range(LANES):
+            labels[chunk * LANES + j] = index[j]
 
 
 def _add(points, weights, labels, sums):

@@ -9,7 +9,7 @@ import pytest
 from random_llama import random_llama, random_tokens
 
 import rajax
-from rajax.kernels import host_call, nearest_center, product, tiles
+from rajax.kernels import host_call, nearest_center, product, tiles, vectors
 from rajax.kernels.host_call import share_out
 from rajax.kernels.linear import _fill as fill
 
@@ -65,13 +65,15 @@ def test_few_rows_are_not_rounded(rounded):
     np.testing.assert_allclose(linear(x, kernel), x.astype(np.float64) @ kernel, atol=1e-4)
 
 
-@pytest.mark.parametrize("where", ["tiles", "XLA"])
+@pytest.mark.parametrize("where", ["tiles", "vectors", "XLA"])
 @pytest.mark.parametrize(("count", "number", "width"), [(512, 1, 16), (1024, 77, 80), (2048, 341, 64)])
 def test_each_point_goes_to_its_nearest_center(where, count, number, width, monkeypatch):
-    if where == "XLA":
+    if not {"tiles": tiles.available, "vectors": vectors.available, "XLA": lambda: True}[where]():
+        pytest.skip("not on this CPU")
+    if where != "tiles":
         monkeypatch.setattr(tiles, "available", lambda: False)
-    elif not tiles.available():
-        pytest.skip("this CPU has no AMX, or Linux gives no leave")
+    if where == "XLA":
+        monkeypatch.setattr(vectors, "available", lambda: False)
     draw = np.random.default_rng(number)
     points = draw.standard_normal((count, width)).astype(np.float32)
     centers = draw.standard_normal((number, width)).astype(np.float32)

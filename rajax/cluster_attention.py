@@ -36,6 +36,9 @@ NEGLIGIBLE = np.float32(3e-4)
 """Keys, and clusters, each with a share of the attention below this divided by their number, add nothing to the
 numerator, and their values are not read; all of them together are below it. The denominator has them."""
 
+LIGHT = np.float32(1e-4)
+"""The mean value of a cluster with a share of the estimate below this is not read: its group's stands for it."""
+
 TILE = 16
 """Keys whose scores are computed before the running maximum is looked at again."""
 
@@ -187,12 +190,8 @@ def _rank(weights, count, masses, importances, ranks, tops):
 
 
 @njit(fastmath=FAST, inline="always")
-def _estimate(weights, count, values, rows, width, sums, totals):
-    """Adds values [*, H] of `rows` [count], weighted by weights [G, count], to sums [G, H].
-
-    Writes the sums of the weights to totals [G]. `TOGETHER` rows at a time are contiguous; those that weigh next to
-    nothing are not read.
-    """
+def _weigh(weights, count, totals):
+    """Writes the sums of weights [G, count] to totals [G]; returns the largest share of each column, and zeros."""
     heaviest = np.zeros(count + TOGETHER, np.float32)
     for g in range(len(totals)):
         total = np.float32(0)
@@ -202,10 +201,45 @@ def _estimate(weights, count, values, rows, width, sums, totals):
         scale = 1 / max(total, np.float32(1))
         for c in range(count):
             heaviest[c] = max(heaviest[c], weights[g, c] * scale)
+    return heaviest
+
+
+@njit(inline="always")
+def _largest(shares, first):
+    """The largest of shares first .. first + 3."""
+    return max(max(shares[first], shares[first + 1]), max(shares[first + 2], shares[first + 3]))
+
+
+@njit(fastmath=FAST, inline="always")
+def _estimate(weights, count, values, width, sums, totals):
+    """Adds values [count, H], weighted by weights [G, count], to sums [G, H]; writes the sums of weights to totals [G].
+
+    Values that weigh next to nothing are not read.
+    """
+    shares = _weigh(weights, count, totals)
     for c in range(0, count, TOGETHER):
-        share = max(max(heaviest[c], heaviest[c + 1]), max(heaviest[c + 2], heaviest[c + 3]))
-        if share * count > NEGLIGIBLE:
-            _add(sums, weights, c, values, rows[c], width)
+        if _largest(shares, c) * count > NEGLIGIBLE:
+            _add(sums, weights, c, values, c, width)
+
+
+@njit(fastmath=FAST, inline="always")
+def _estimate_near(weights, places, opened, ends, values, width, sums, totals, light):
+    """`_estimate` of the clusters of the groups `opened`, whose values are rows ends[i] .. ends[i + 1] - 1 of group i.
+
+    The weights of those that weigh little are left for their groups' values: they are added to light [G, N].
+    """
+    shares = _weigh(weights, places, totals)
+    at = 0
+    for i in opened:
+        for row in range(ends[i], ends[i + 1], TOGETHER):
+            if _largest(shares, at) > LIGHT:
+                _add(sums, weights, at, values, row, width)
+            else:
+                for g in range(len(sums)):
+                    light[g, i] += (
+                        weights[g, at] + weights[g, at + 1] + weights[g, at + 2] + weights[g, at + 3]
+                    )
+            at += TOGETHER
 
 
 @intrinsic
@@ -321,7 +355,6 @@ def compiled(width: int) -> Callable[..., None]:
           out: [2 K, G, H + 2] float32, where to write numerator, denominator and max of the real query heads.
         """
         heads, real = out.shape[1], queries.shape[1]
-        every_group = np.arange(groups)
         while True:
             k: Any = _add_to(turns.ctypes.data, 1)  # type: ignore[call-arg]
             if k >= len(out):
@@ -372,9 +405,13 @@ def compiled(width: int) -> Callable[..., None]:
             ranked = _cycles()
 
             sums, totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
-            _estimate(weights, places, mean_values[k], which, width, sums, totals)
+            light = np.zeros((heads, groups + TOGETHER), np.float32)
+            _estimate_near(
+                weights, places, opened[:n], group_ends[k], mean_values[k], width, sums, totals, light
+            )
             far_sums, far_totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
-            _estimate(far, groups, group_values[k], every_group, width, far_sums, far_totals)
+            _estimate(light, groups, group_values[k], width, sums, far_totals)
+            _estimate(far, groups, group_values[k], width, far_sums, far_totals)
 
             exact, exact_totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
             exact_tops = np.full(heads, -np.inf, np.float32)

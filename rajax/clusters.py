@@ -19,6 +19,14 @@ from rajax.handles import Store
 from rajax.head import check_keys
 from rajax.kernels.host_call import CORES
 
+MOST_OUTLIERS = 4096
+"""Keys of a head that are in no cluster, at most: every step reads them, however long the text."""
+
+
+def outliers_among(count: int, share: float) -> int:
+    """How many of a head's `count` keys are in no cluster: the `share`, at most `MOST_OUTLIERS` unless it is all."""
+    return count if share == 1 else min(int(share * count), MOST_OUTLIERS)
+
 
 @dataclasses.dataclass(frozen=True)
 class NewClusters:
@@ -117,7 +125,7 @@ class Blocks:
           root: [K, H, H], the coordinates in which `spreads`, and what is far, are measured.
           importance: [K, S], what `popular` goes by; None for the order of the clusters.
           exam: what `misjudged` goes by; None leaves it at 0.
-          outliers: the share of every head's keys that are in no cluster.
+          outliers: the share of every head's keys that are in no cluster, as `outliers_among` takes it.
 
         Raises:
           FloatingPointError: keys that no search can order.
@@ -125,7 +133,7 @@ class Blocks:
         heads, count, width = keys.shape
         for head in keys:
             check_keys(np.asarray(head, np.float32))
-        kept = count - int(outliers * count)
+        kept = count - outliers_among(count, outliers)
         layouts = [
             _without_outliers(keys[k], labels[k], root[k], kept, self.block_keys) for k in range(heads)
         ]

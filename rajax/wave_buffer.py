@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rajax.clusters import NewClusters
+from rajax.clusters import NewClusters, outliers_among
 from rajax.models import DeviceCache
 from rajax.models.wave import BLOCK_KEYS, BlockCache, Clusters, SelectionRule, WholeHead
 from rajax.shapes import bucket
@@ -47,7 +47,7 @@ class BufferedWave(Wave):
 
     def _outlier_blocks(self, keys: int) -> int:
         """Blocks for the outliers of so many keys."""
-        return -(-int(self.retrieval.outliers * keys) // BLOCK_KEYS)
+        return -(-outliers_among(keys, self.retrieval.outliers) // BLOCK_KEYS)
 
     def begin(self, formed: dict[tuple[int, int], NewClusters], in_prompts: int, rule: SelectionRule) -> None:
         clusters = rounded(max(in_prompts + self.units * self.unit_clusters, rule.most + 1))

@@ -13,7 +13,7 @@ from cuda import lower_for_cuda
 from random_llama import random_llama, random_tokens
 
 import rajax
-from rajax.clusters import Blocks
+from rajax.clusters import Blocks, outliers_among
 from rajax.kernels import finish, merge, partial_attention_reference
 from rajax.models.wave import (
     BLOCK_KEYS,
@@ -372,6 +372,18 @@ def test_keys_far_from_all_others_are_in_no_cluster():
     ordinary = np.delete(np.arange(600), far)
     in_order = np.sort(blocks.keys[0, 600:1196], axis=0)
     np.testing.assert_array_equal(in_order, np.sort(keys[0, ordinary], axis=0))
+
+
+def test_a_step_does_not_read_more_outliers_the_longer_the_text():
+    assert [outliers_among(count, 0.02) for count in (40, 32768, 204800, 204850, 1 << 20)] == [
+        0,
+        655,
+        4096,
+        4096,
+        4096,
+    ]
+    assert outliers_among(1 << 20, 1) == 1 << 20
+    assert outliers_among(1000, 0.0) == 0
 
 
 # --- the cache's table

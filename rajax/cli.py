@@ -190,7 +190,6 @@ def generate(
             key=seed,
         )
     if answer is None:
-        _say("interrupted", "yellow")
         raise typer.Exit(INTERRUPTED)
     _say(summary(answer[1], len(tokens)))
 
@@ -482,6 +481,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(arguments, prog_name="rajax")
     except SystemExit as end:
         if end.code == INTERRUPTED:
+            # Said here: before `_errors` begins Typer itself ends with this code, without a word.
+            _say("interrupted", "yellow")
             # What XLA still computes would crash in the middle of Python's own end.
             sys.stdout.flush()
             sys.stderr.flush()
@@ -503,7 +504,6 @@ def _errors() -> Iterator[None]:
             yield
     except (KeyboardInterrupt, Exception) as error:
         if interrupt.came or isinstance(error, KeyboardInterrupt):
-            _say("interrupted", "yellow")
             raise typer.Exit(INTERRUPTED) from None
         if isinstance(error, BrokenPipeError):
             raise  # whoever reads the answer has enough; Typer ends the command without a word

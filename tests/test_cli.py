@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -294,14 +292,25 @@ def test_ctrl_c_inside_a_callback_of_the_host_path(index, checkpoint):
 
 
 def test_ctrl_c_while_jax_is_imported(checkpoint):
-    process = start("generate", checkpoint, "-p", "a", before="print(flush=True)")
-    assert process.stdout is not None
-    process.stdout.readline()
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
+    before = (
+        "import os, signal\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'jax._src.core':\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    process = start("generate", checkpoint, "-p", "a", before=before)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert errors == b"interrupted\n"
+    assert (process.returncode, errors) == (130, b"interrupted\n")
+
+
+def test_ctrl_c_before_a_command_begins(checkpoint):
+    before = "import os, signal, typer\nreal = typer.core.TyperGroup.invoke\n"
+    before += "typer.core.TyperGroup.invoke = lambda *a: os.kill(os.getpid(), signal.SIGINT) or real(*a)\n"
+    process = start("generate", checkpoint, "-p", "a", before=before)
+    _, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (130, b"interrupted\n")
 
 
 def test_a_reader_that_has_enough_ends_it_quietly(checkpoint):

@@ -45,6 +45,20 @@ def filled_by_host(
     )
 
 
+def attention_by_host(
+    fill: Callable[..., None], q: jax.Array, keys: jax.Array, values: jax.Array, start: jax.Array
+) -> jax.Array:
+    """The attention [B, K, G, T, H] float32 that `fill` computes of q [B, K, G, T, H].
+
+    It gets q [B, T, K, G, H], keys, values, start [1] and the answer's place, which is like q: as the queries were
+    computed and the answer is wanted, so that XLA leaves out both transpositions.
+    """
+    turned = q.transpose(0, 3, 1, 2, 4)
+    result = jax.ShapeDtypeStruct(turned.shape, np.float32)
+    (out,) = filled_by_host(fill, (result,), turned, keys, values, start.reshape(1))
+    return out.transpose(0, 2, 3, 1, 4)
+
+
 @functools.cache
 def workers() -> ThreadPoolExecutor:
     """Threads for what host functions share out, one for each core."""

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rajax.kernels import tiles, vectors
-from rajax.kernels.host_call import filled_by_host, share_out
+from rajax.kernels.host_call import attention_by_host, share_out
 
 LANES = tiles.LANES
 
@@ -47,11 +47,7 @@ def tile_attention(q: jax.Array, keys: jax.Array, values: jax.Array, start: jax.
     turned = (
         values.astype(jnp.bfloat16).reshape(batch, heads, positions // LANES, LANES, width).swapaxes(3, 4)
     )
-    # By position first, as the queries were computed and the answer is wanted: XLA leaves out both transpositions.
-    turned_q = q.astype(jnp.bfloat16).transpose(0, 3, 1, 2, 4)
-    operands = turned_q, keys.astype(jnp.bfloat16), turned, start.reshape(1)
-    (out,) = filled_by_host(_fill, (jax.ShapeDtypeStruct(turned_q.shape, jnp.float32),), *operands)
-    return out.transpose(0, 2, 3, 1, 4)
+    return attention_by_host(_fill, q.astype(jnp.bfloat16), keys.astype(jnp.bfloat16), turned, start)
 
 
 def _fill(q: np.ndarray, keys: np.ndarray, values: np.ndarray, start: np.ndarray, out: np.ndarray) -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rajax.kernels import vectors
-from rajax.kernels.host_call import filled_by_host, share_out
+from rajax.kernels.host_call import attention_by_host, share_out
 
 LANES = vectors.LANES
 
@@ -43,12 +43,7 @@ def vector_attention(q: jax.Array, keys: jax.Array, values: jax.Array, start: ja
     Returns:
       [B, K, G, T, H] float32.
     """
-    q, keys, values = (a.astype(jnp.float32) for a in (q, keys, values))
-    # By position first, as the queries were computed and the answer is wanted: XLA leaves out both transpositions.
-    turned = q.transpose(0, 3, 1, 2, 4)
-    result = jax.ShapeDtypeStruct(turned.shape, jnp.float32)
-    (out,) = filled_by_host(_fill, (result,), turned, keys, values, start.reshape(1))
-    return out.transpose(0, 2, 3, 1, 4)
+    return attention_by_host(_fill, *(a.astype(jnp.float32) for a in (q, keys, values)), start)
 
 
 def _fill(q: np.ndarray, keys: np.ndarray, values: np.ndarray, start: np.ndarray, out: np.ndarray) -> None:

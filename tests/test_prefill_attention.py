@@ -3,12 +3,12 @@
 import contextlib
 import functools
 import importlib
-import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from threads import at_once
 
 from rajax.kernels import prefill_attention, tiles, vectors
 from rajax.kernels.vector_attention import _fill as fill
@@ -136,9 +136,5 @@ def test_several_threads_may_attend_at_once():
             if (attend(q, k, v, start) != wanted).any():
                 failures.append(1)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work)
     assert not failures

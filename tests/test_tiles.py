@@ -1,12 +1,11 @@
 """Rounded products in a CPU's matrix unit where there is one, else in XLA; against float64."""
 
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from random_llama import random_llama, random_tokens
+from threads import at_once
 
 import rajax
 from rajax.kernels import host_call, nearest_center, product, tiles, vectors
@@ -116,11 +115,7 @@ def test_several_threads_may_multiply_at_once():
                 if np.abs(np.asarray(f(x, kernel)) - wanted).max() > 1e-3:
                     failures.append(1)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(work)
     assert not failures
 
 

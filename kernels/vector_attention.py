@@ -43,7 +43,8 @@ def vector_attention(q: jax.Array, keys: jax.Array, values: jax.Array, start: ja
     Returns:
       [B, K, G, T, H] float32.
     """
-    return attention_by_host(_fill, *(a.astype(jnp.float32) for a in (q, keys, values)), start)
+    q, keys, values = (a.astype(jnp.float32) for a in (q, keys, values))
+    return attention_by_host(_fill, q, keys, values, start)
 
 
 def _fill(q: np.ndarray, keys: np.ndarray, values: np.ndarray, start: np.ndarray, out: np.ndarray) -> None:

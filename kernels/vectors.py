@@ -32,13 +32,14 @@ def usable() -> bool:
 
 
 @functools.cache
-def _has(feature: str) -> bool:
+def has(feature: str) -> bool:
+    """Whether this CPU has what LLVM calls so."""
     return bool(binding.get_host_cpu_features().get(feature))
 
 
 def available() -> bool:
     """Whether this CPU multiplies and adds vectors in one instruction."""
-    return _has("fma") or _has("neon")
+    return has("fma") or has("neon")
 
 
 def compiled(function: Callable[..., None]) -> Any:
@@ -74,9 +75,9 @@ def ints(x: int) -> Any:
     return ir.Constant(_INTS, [x] * LANES)
 
 
-def load(builder: Any, address: Any, kind: Any = FLOATS) -> Any:
+def load(builder: Any, address: Any, kind: Any = FLOATS, align: int = 4) -> Any:
     """What an address holds."""
-    return builder.load(pointer(builder, address, kind), align=4)
+    return builder.load(pointer(builder, address, kind), align=align)
 
 
 def store(builder: Any, value: Any, address: Any) -> None:
@@ -159,7 +160,7 @@ def weigh(context, scores, rows, tops, totals):
     return types.void(types.uintp, types.intp, types.uintp, types.uintp), generate
 
 
-WIDTH = 32 if _has("avx512f") else 16
+WIDTH = 32 if has("avx512f") else 16
 """Columns that are summed at once: two registers of AVX-512 or AVX2, four of NEON."""
 
 

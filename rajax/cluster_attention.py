@@ -23,44 +23,38 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
-TOGETHER = 4
-"""Query heads that share a reading of a key, and values that share one of the sums. They are written out below."""
+from rajax.kernels.row_products import TOGETHER, add_rows, score_rows
 
 HALVES = 2
 """A head's clusters are ranked and attended to in halves, so that cores can share a head. Half i of head k is number
 `HALVES` * k + i."""
 
 NEGLIGIBLE = np.float32(3e-4)
-"""Keys, and clusters, each with a share of the attention below this divided by their number, add nothing to the
+"""Keys, and groups, each with a share of the attention below this divided by their number, add nothing to the
 numerator, and their values are not read; all of them together are below it. The denominator has them."""
 
 LIGHT = np.float32(1e-4)
 """The mean value of a cluster with a share of the estimate below this is not read: its group's stands for it."""
 
-TILE = 16
+SPAN = 2048
 """Keys whose scores are computed before the running maximum is looked at again."""
 
 AHEAD = 2
 """A cluster's keys are asked for so many clusters before they are needed."""
+
+CHUNK = 64
+"""Ranks whose highest is looked at before they are."""
+
+VALUES_AHEAD = 8
+"""Four values are asked for so many fours before they are needed."""
 
 CACHE_LINE = 64
 """Bytes that a processor reads from memory at a time."""
 
 # Sums may be reordered, so that they fill a vector; infinities and NaN keep their meaning.
 FAST: Any = {"nsz", "arcp", "contract", "afn", "reassoc"}
-
-
-def _widen(x):
-    """A stored number as float32. uint16 are the bits of a bfloat16."""
-
-
-@overload(_widen, inline="always")
-def _widen_compiled(x):
-    if x == types.uint16:
-        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
-    return lambda x: x
 
 
 @njit(inline="always")
@@ -82,33 +76,70 @@ def _exp(x):
     return p * power if x > np.float32(-87) else np.float32(0)
 
 
+# Without NaN among them, a vector's maxima may be taken in any order.
+@njit(fastmath={*FAST, "nnan"})
+def _top(row, count, top):
+    """The largest of `top` and row[:count], none of which is NaN."""
+    for c in range(count):
+        top = row[c] if row[c] > top else top
+    return top
+
+
+@njit(fastmath={*FAST, "nnan"})
+def _raised(row, masses, count):
+    """Adds masses[:count] to row[:count]; returns the largest sum, none of which is NaN."""
+    top = np.float32(-np.inf)
+    for c in range(count):
+        row[c] += masses[c]
+        top = row[c] if row[c] > top else top
+    return top
+
+
 @njit
-def _choose(ranks, held, share, top_p, least, most, ids):
-    """Writes the clusters of the highest ranks [C] into ids [R], of the `held` that have one; returns how many."""
+def _choose(ranks, held, everything, share, top_p, least, most, ids):
+    """Writes the clusters of the highest ranks [C] into ids [R], of the `held` that have one; returns how many.
+
+    everything: the sum of those ranks.
+    """
     allowed = min(most, held)
     if share >= 0:
         allowed = min(allowed, int(np.ceil(share * held)))
     if allowed == 0:
         return 0
+    # As many ranks as there are chunks with so high a rank are no lower than it: most chunks need no second look.
+    chunks = (len(ranks) + CHUNK - 1) // CHUNK
+    highest = np.empty(chunks, np.float32)
+    for i in range(chunks):
+        highest[i] = _top(ranks[i * CHUNK :], min(CHUNK, len(ranks) - i * CHUNK), np.float32(-1))
     limit = np.float32(-1)
-    if allowed < len(ranks):
-        limit = np.partition(ranks, len(ranks) - allowed)[len(ranks) - allowed]
+    if allowed < chunks:
+        limit = np.partition(highest, chunks - allowed)[chunks - allowed]
+    high, count = np.empty(len(ranks), np.int32), 0
+    for i in range(chunks):
+        if highest[i] >= limit:
+            for c in range(i * CHUNK, min(i * CHUNK + CHUNK, len(ranks))):
+                if ranks[c] >= limit:
+                    high[count] = c
+                    count += 1
+    high = high[:count]
+    limit = np.float32(-1)
+    if allowed < count:
+        limit = np.partition(ranks[high], count - allowed)[count - allowed]
     n = 0
-    for c in range(len(ranks)):
-        if ranks[c] > limit:
-            ids[n] = c
+    for which in high:
+        if ranks[which] > limit:
+            ids[n] = which
             n += 1
-    for c in range(len(ranks)):  # those at the limit itself take the places that are left
+    for which in high:  # those at the limit itself take the places that are left
         if n == allowed:
             break
-        if ranks[c] == limit:
-            ids[n] = c
+        if ranks[which] == limit:
+            ids[n] = which
             n += 1
     if share >= 0:
         return n
     order = np.argsort(-ranks[ids[:n]])
     ids[:n] = ids[:n][order]
-    everything = np.maximum(ranks, 0).sum()
     left = everything
     for i in range(n):
         if i >= least and left <= (1 - top_p) * everything:
@@ -117,61 +148,24 @@ def _choose(ranks, held, share, top_p, least, most, ids):
     return n
 
 
-@njit(fastmath=FAST, inline="always")
-def _scores(queries, g, keys, start, stop, scores, at, width):
-    """Writes scores of keys start .. stop of [S, H] with query heads g .. g + 3 to scores [G, *], from `at` on."""
-    for j in range(start, stop):
-        s0, s1, s2, s3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-        for h in range(width):
-            x = _widen(keys[j, h])
-            s0 += queries[g, h] * x
-            s1 += queries[g + 1, h] * x
-            s2 += queries[g + 2, h] * x
-            s3 += queries[g + 3, h] * x
-        scores[g, at + j - start] = s0
-        scores[g + 1, at + j - start] = s1
-        scores[g + 2, at + j - start] = s2
-        scores[g + 3, at + j - start] = s3
-
-
-@njit(fastmath=FAST, inline="always")
-def _add(sums, weights, first, values, row, width):
-    """Adds values row .. row + 3 of [S, H], weighted by weights [G, first .. first + 3], to sums [G, H]."""
-    for g in range(len(sums)):
-        w0, w1, w2, w3 = (
-            weights[g, first],
-            weights[g, first + 1],
-            weights[g, first + 2],
-            weights[g, first + 3],
-        )
-        for h in range(width):
-            sums[g, h] += (
-                w0 * _widen(values[row, h])
-                + w1 * _widen(values[row + 1, h])
-                + w2 * _widen(values[row + 2, h])
-                + w3 * _widen(values[row + 3, h])
-            )
-
-
 @njit(inline="always")
 def _padded(n):
     return (n + TOGETHER - 1) // TOGETHER * TOGETHER
 
 
 @njit(fastmath=FAST, inline="always")
-def _rank(weights, count, masses, importances, ranks, tops):
+def _rank(weights, count, masses, importances, ranks, heaviest, tops):
     """Turns scores [G, count] into the masses that they estimate, exp(score + mass - top).
 
-    Writes what ranks them, importance times the share of the mass, summed over the query heads, to ranks [count], and
-    the largest exponents to tops [G]. Returns how many have any mass; the others' rank is -1.
+    Writes what ranks them, importance times the share of the mass, summed over the query heads, to ranks [count], the
+    largest of the shares to heaviest [count], and the largest exponents to tops [G]. Returns how many have any mass,
+    and the sum of their ranks; the others' rank is -1.
     """
     ranks[:] = 0
+    heaviest[:] = 0
     for g in range(len(tops)):
         row = weights[g]
-        top = np.float32(-np.inf)
-        for c in range(count):
-            row[c] += masses[c]
-            top = max(top, row[c])
+        top = _raised(row, masses, count)
         tops[g] = top
         reference = top if top > -np.inf else np.float32(0)
         total = np.float32(0)
@@ -180,13 +174,17 @@ def _rank(weights, count, masses, importances, ranks, tops):
             total += row[c]
         scale = 1 / total if total > 0 else np.float32(0)
         for c in range(count):
-            ranks[c] += row[c] * scale
-    held = 0
+            weight = row[c] * scale
+            ranks[c] += weight
+            heaviest[c] = max(heaviest[c], weight)
+    held, everything = 0, np.float32(0)
     for c in range(count):
         here = masses[c] > -np.inf
-        ranks[c] = ranks[c] * importances[c] if here else np.float32(-1)
+        rank = ranks[c] * importances[c] if here else np.float32(0)
+        everything += rank
+        ranks[c] = rank if here else np.float32(-1)
         held += here
-    return held
+    return held, everything
 
 
 @njit(fastmath=FAST, inline="always")
@@ -219,27 +217,95 @@ def _estimate(weights, count, values, width, sums, totals):
     shares = _weigh(weights, count, totals)
     for c in range(0, count, TOGETHER):
         if _largest(shares, c) * count > NEGLIGIBLE:
-            _add(sums, weights, c, values, c, width)
+            add_rows(weights, c, values, c, width, sums)
+
+
+@njit(fastmath=FAST)
+def _sum(row):
+    total = np.float32(0)
+    for weight in row:
+        total += weight
+    return total
 
 
 @njit(fastmath=FAST, inline="always")
-def _estimate_near(weights, places, opened, ends, values, width, sums, totals, light):
+def _estimate_near(weights, shares, opened, ends, values, width, sums, totals, light):
     """`_estimate` of the clusters of the groups `opened`, whose values are rows ends[i] .. ends[i + 1] - 1 of group i.
 
-    The weights of those that weigh little are left for their groups' values: they are added to light [G, N].
+    shares: the largest share of each, among all of them. The weights of those that weigh little are left for their
+    groups' values: they are added to light [G, N].
     """
-    shares = _weigh(weights, places, totals)
-    at = 0
+    totals[:] = 0
+    first = 0
     for i in opened:
-        for row in range(ends[i], ends[i + 1], TOGETHER):
-            if _largest(shares, at) > LIGHT:
-                _add(sums, weights, at, values, row, width)
-            else:
-                for g in range(len(sums)):
-                    light[g, i] += (
-                        weights[g, at] + weights[g, at + 1] + weights[g, at + 2] + weights[g, at + 3]
-                    )
-            at += TOGETHER
+        stop = first + _padded(ends[i + 1] - ends[i])
+        all_light = _top(shares[first:stop], stop - first, np.float32(0)) <= LIGHT
+        for g in range(len(totals)):
+            total = _sum(weights[g, first:stop])
+            totals[g] += total
+            light[g, i] = total if all_light else np.float32(0)
+        if not all_light:
+            for at in range(first, stop, TOGETHER):
+                if _largest(shares, at) > LIGHT:
+                    add_rows(weights, at, values, ends[i] + at - first, width, sums)
+                else:
+                    for g in range(len(totals)):
+                        light[g, i] += _sum(weights[g, at : at + TOGETHER])
+        first = stop
+
+
+@njit(inline="always")
+def _score(queries, keys, start, stop, width, scores, quads, at):
+    """Writes the scores of keys start .. stop of [S, H], in fours, to scores [G, *] and their places to quads, from
+    score number `at` on. What a four lacks has the score -inf."""
+    score_rows(queries, keys, start, stop, width, scores, at)
+    for g in range(len(queries)):
+        for j in range(at + stop - start, at + _padded(stop - start)):
+            scores[g, j] = -np.inf
+    for j in range(0, stop - start, TOGETHER):
+        quads[(at + j) // TOGETHER] = start + j
+
+
+@njit(fastmath=FAST)
+def _attend_to(scores, quads, count, values, width, least, sums, totals, tops):
+    """Adds keys with scores [G, count], and their values, to sums [G, H] and totals [G] relative to tops [G].
+
+    quads: where the values of each four scores are; those of a four with shares of at most `least` are not read.
+    """
+    if not count:
+        return
+    heaviest = np.zeros(count, np.float32)
+    for g in range(len(sums)):
+        row = scores[g]
+        top = _top(row, count, tops[g])
+        if top > tops[g]:
+            scale = _exp(tops[g] - top)
+            totals[g] *= scale
+            for h in range(width):
+                sums[g, h] *= scale
+            tops[g] = top
+        added = np.float32(0)
+        for j in range(count):
+            row[j] = _exp(row[j] - top)
+            added += row[j]
+        totals[g] += added
+        scale = 1 / totals[g]
+        for j in range(count):
+            heaviest[j] = max(heaviest[j], row[j] * scale)
+    # Those that are read come first.
+    heavy = 0
+    for i in range(count // TOGETHER):
+        if _largest(heaviest, TOGETHER * i) > least:
+            for g in range(len(sums)):
+                for j in range(TOGETHER):
+                    scores[g, TOGETHER * heavy + j] = scores[g, TOGETHER * i + j]
+            quads[heavy] = quads[i]
+            heavy += 1
+    for i in range(heavy):
+        if i + VALUES_AHEAD < heavy:
+            later = quads[i + VALUES_AHEAD]
+            _touch_rows(values, later, later + TOGETHER, width)
+        add_rows(scores, TOGETHER * i, values, quads[i], width, sums)
 
 
 @intrinsic
@@ -323,10 +389,12 @@ def compiled(width: int) -> Callable[..., None]:
         groups,
         open_p,
         least_open,
+        most_open,
         share,
         top_p,
         least,
         most,
+        longest,
         counts,
         out,
     ):
@@ -336,7 +404,7 @@ def compiled(width: int) -> Callable[..., None]:
 
         Args:
           turns: [2] int64, half heads that were begun and that are done, shared by the threads that work on them.
-          queries: [K, G, H] float32, scaled; G rounded up to a multiple of `TOGETHER` by queries of zeros.
+          queries: [K, G, H] float32, scaled.
           means, mean_values: [2 K, C, H], float32 or the bits of bfloat16.
           log_masses: [2 K, C] float32, what a cluster's score is raised by: the logarithm of its number of keys, and
             the spread's second order; -inf for an empty cluster.
@@ -347,67 +415,72 @@ def compiled(width: int) -> Callable[..., None]:
           keys, values: [K, S, H], ordered by cluster, like the means.
           apart: [2 K, n, 2] int64, keys from one to before another that are attended to without being in clusters.
           groups: how many of the N there are so far.
-          open_p, least_open: `top_p` and `least` of the groups whose clusters are looked at; all others are estimated
-            as wholes.
+          open_p, least_open, most_open: `top_p`, `least` and `most` of the groups whose clusters are looked at; all
+            others are estimated as wholes.
           share, top_p, least, most: `SelectionRule`'s; `share` negative where `top_p` rules.
+          longest: keys of a cluster at most.
           counts: [2 K, 5] int64, where to write the clusters retrieved, the keys attended to exactly, the means looked
             at, and the cycles that ranking and attending took.
           out: [2 K, G, H + 2] float32, where to write numerator, denominator and max of the real query heads.
         """
-        heads, real = out.shape[1], queries.shape[1]
+        heads = out.shape[1]
+        room = max(SPAN, most * _padded(longest))
+        scores, quads = np.empty((heads, room), np.float32), np.empty(room // TOGETHER, np.int64)
         while True:
             k: Any = _add_to(turns.ctypes.data, 1)  # type: ignore[call-arg]
             if k >= len(out):
                 break
             began: Any = _cycles()
-            real_queries = queries[k // HALVES]
-            # What lies past the last group stays 0, for `_add` to read.
-            far = np.zeros((real, groups + TOGETHER), np.float32)
-            for g in range(0, real, TOGETHER):
-                _scores(real_queries, g, group_means[k], 0, groups, far, 0, width)
-            ranks = np.zeros(groups, np.float32)
-            far_tops = np.zeros(out.shape[1], np.float32)
-            held = _rank(far, groups, group_log_masses[k], group_importances[k], ranks, far_tops)
-            opened = np.empty(groups, np.int32)
-            n = _choose(ranks, held, np.float32(-1), open_p, least_open, groups, opened)
+            these = queries[k // HALVES]
+            far = np.zeros((heads, groups + TOGETHER), np.float32)
+            score_rows(these, group_means[k], 0, groups, width, far, 0)
+            ranks, shares = np.empty(groups, np.float32), np.empty(groups, np.float32)
+            far_tops = np.zeros(heads, np.float32)
+            held, sum_ = _rank(
+                far, groups, group_log_masses[k], group_importances[k], ranks, shares, far_tops
+            )
+            opened = np.empty(min(groups, most_open), np.int32)
+            n = _choose(ranks, held, sum_, np.float32(-1), open_p, least_open, most_open, opened)
             places = 0
             for i in range(n):
                 places += _padded(group_ends[k, opened[i] + 1] - group_ends[k, opened[i]])
             # Of the clusters of the groups that are opened; each group's begin at a multiple of `TOGETHER`.
-            weights = np.zeros((real, places + TOGETHER), np.float32)
-            which = np.zeros(places, np.int32)
+            weights = np.empty((heads, places + TOGETHER), np.float32)
             masses, near_importances = np.full(places, -np.inf, np.float32), np.zeros(places, np.float32)
+            firsts = np.empty(n, np.int64)
             at = 0
             for i in range(n):
                 start, stop = group_ends[k, opened[i]], group_ends[k, opened[i] + 1]
-                for g in range(0, real, TOGETHER):
-                    _scores(real_queries, g, means[k], start, stop, weights, at, width)
-                for c in range(start, stop):
-                    which[at + c - start] = c
-                    masses[at + c - start] = log_masses[k, c]
-                    near_importances[at + c - start] = importances[k, c]
+                if i + 1 < n:
+                    later = opened[i + 1]
+                    _touch_rows(means[k], group_ends[k, later], group_ends[k, later + 1], width)
+                score_rows(these, means[k], start, stop, width, weights, at)
+                masses[at : at + stop - start] = log_masses[k, start:stop]
+                near_importances[at : at + stop - start] = importances[k, start:stop]
+                firsts[i] = at
                 at += _padded(stop - start)
-                for g in range(len(far)):
+                for g in range(heads):
                     far[g, opened[i]] = 0
-            ranks = np.zeros(places, np.float32)
-            tops = np.zeros(out.shape[1], np.float32)
-            held = _rank(weights, places, masses, near_importances, ranks, tops)
+            ranks, shares = np.empty(places, np.float32), np.empty(places, np.float32)
+            tops = np.zeros(heads, np.float32)
+            held, sum_ = _rank(weights, places, masses, near_importances, ranks, shares, tops)
             ids = np.empty(most, np.int32)
-            chosen = _choose(ranks, held, share, top_p, least, most, ids)
+            chosen = _choose(ranks, held, sum_, share, top_p, least, most, ids)
             attended = 0
             for i in range(apart.shape[1]):
                 attended += apart[k, i, 1] - apart[k, i, 0]
             for i in range(chosen):
-                for g in range(real):
+                for g in range(heads):
                     weights[g, ids[i]] = 0
-                ids[i] = which[ids[i]]
+                group = np.searchsorted(firsts, ids[i], side="right") - 1
+                ids[i] += group_ends[k, opened[group]] - firsts[group]
                 attended += sizes[k, ids[i]]
             ranked = _cycles()
 
             sums, totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
             light = np.zeros((heads, groups + TOGETHER), np.float32)
             _estimate_near(
-                weights, places, opened[:n], group_ends[k], mean_values[k], width, sums, totals, light
+                weights, shares, opened[:n], group_ends[k], mean_values[k], width, sums, totals, light
             )
             far_sums, far_totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
             _estimate(light, groups, group_values[k], width, sums, far_totals)
@@ -415,51 +488,25 @@ def compiled(width: int) -> Callable[..., None]:
 
             exact, exact_totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
             exact_tops = np.full(heads, -np.inf, np.float32)
-            scores = np.zeros((real, TILE), np.float32)
-            # The chosen clusters, and after them the keys that are in none.
-            for i in range(chosen + apart.shape[1]):
-                if i < chosen:
-                    start = starts[k, ids[i]]
-                    stop = start + sizes[k, ids[i]]
-                else:
-                    start, stop = apart[k, i - chosen]
+            least_read = NEGLIGIBLE / max(attended, 1)
+            at = 0
+            for i in range(chosen):
+                start = starts[k, ids[i]]
                 if i + AHEAD < chosen:
-                    later = ids[i + AHEAD]
-                    _touch_rows(
-                        keys[k // HALVES], starts[k, later], starts[k, later] + sizes[k, later], width
-                    )
-                for tile in range(start, stop, TILE):
-                    number = min(TILE, stop - tile)
-                    for g in range(0, real, TOGETHER):
-                        _scores(real_queries, g, keys[k // HALVES], tile, tile + number, scores, 0, width)
-                    for g in range(heads):
-                        for j in range(number, TILE):
-                            scores[g, j] = -np.inf
-                        # Always all of the tile: loops of a known length fill vectors.
-                        top = exact_tops[g]
-                        for j in range(TILE):
-                            top = max(top, scores[g, j])
-                        if top > exact_tops[g]:
-                            scale = _exp(exact_tops[g] - top)
-                            exact_totals[g] *= scale
-                            for h in range(width):
-                                exact[g, h] *= scale
-                            exact_tops[g] = top
-                        added = np.float32(0)
-                        for j in range(TILE):
-                            scores[g, j] = _exp(scores[g, j] - top)
-                            added += scores[g, j]
-                        exact_totals[g] += added
-                    # Past the last there are always rows to read, if only of the next cluster.
-                    for j in range(0, number, TOGETHER):
-                        heavy = False
-                        for g in range(heads):
-                            weight = max(
-                                max(scores[g, j], scores[g, j + 1]), max(scores[g, j + 2], scores[g, j + 3])
-                            )
-                            heavy |= weight * attended > NEGLIGIBLE * exact_totals[g]
-                        if heavy:
-                            _add(exact, scores, j, values[k // HALVES], tile + j, width)
+                    later = starts[k, ids[i + AHEAD]]
+                    _touch_rows(keys[k // HALVES], later, later + sizes[k, ids[i + AHEAD]], width)
+                stop = start + sizes[k, ids[i]]
+                _score(these, keys[k // HALVES], start, stop, width, scores, quads, at)
+                at += _padded(stop - start)
+            state = exact, exact_totals, exact_tops
+            _attend_to(scores, quads, at, values[k // HALVES], width, least_read, *state)
+            # The keys that are in no cluster.
+            for i in range(apart.shape[1]):
+                for start in range(apart[k, i, 0], apart[k, i, 1], SPAN):
+                    stop = min(start + SPAN, apart[k, i, 1])
+                    _score(these, keys[k // HALVES], start, stop, width, scores, quads, 0)
+                    at = _padded(stop - start)
+                    _attend_to(scores, quads, at, values[k // HALVES], width, least_read, *state)
             for g in range(heads):
                 top = max(max(tops[g], far_tops[g]), exact_tops[g])
                 reference = top if top > -np.inf else np.float32(0)
@@ -488,7 +535,7 @@ def warm_up(width: int, dtype: np.dtype) -> None:
     out = np.zeros((0, 0, 0), np.float32)
     tables = rows, rows, numbers, numbers
     groups = keys, keys, rows, rows, numbers
-    settings = 0, 0.0, 0, -1.0, 0.0, 0, 0
+    settings = 0, 0.0, 0, 0, -1.0, 0.0, 0, 0, 0
     turns = np.zeros(2, np.int64)
     wait(turns, 0)
     compiled(width)(turns, queries, keys, keys, *tables, *groups, keys, keys, apart, *settings, counts, out)

@@ -20,12 +20,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from rajax.cluster_attention import HALVES, TOGETHER, compiled, wait, warm_up
+from rajax.cluster_attention import HALVES, compiled, wait, warm_up
 from rajax.clusters import Blocks, ClusterStore, NewClusters
 from rajax.handles import by_handle
 from rajax.kernels import Partial, merge
 from rajax.kernels.host_call import CORES, filled_by_host, workers
 from rajax.kernels.nearest_center import CHUNK
+from rajax.kernels.row_products import TOGETHER
 from rajax.models.wave import CLUSTERS_PER_GROUP, SelectionRule, corrections, group_labels
 from rajax.wave import Wave, log_counts
 
@@ -37,6 +38,9 @@ OPEN_P = 0.9
 
 LEAST_OPEN = 24
 """Groups of half a head whose clusters are looked at in any case."""
+
+MOST_OPEN = 768
+"""And at most, however long the text."""
 
 WHOLE_KEYS = 4096
 """Keys per head, on average over all heads, that whole heads may have where the settings leave their number open."""
@@ -86,14 +90,16 @@ class LayerClusters:
         """Of each call of `adopt`, after none at all."""
         self._compiled = compiled(width)
         share = -1.0 if rule.share is None else rule.share
-        least_open = LEAST_OPEN if rule.share is None else places
+        least_open, most_open = (LEAST_OPEN, MOST_OPEN) if rule.share is None else (places, places)
         self._settings = (
             OPEN_P,
             least_open,
+            most_open,
             share,
             rule.top_p,
             -(-rule.least // HALVES),
             -(-rule.most // HALVES),
+            blocks.block_keys,
         )
         self._blocks = blocks
         self._set_arrays()
@@ -196,16 +202,13 @@ class LayerClusters:
         Returns [2 K, 5] integers: the clusters retrieved, the keys attended to, the means of clusters and groups looked
         at, and the cycles of ranking and of attending.
         """
-        heads, groups, width = queries.shape
-        padded = np.zeros((heads, -(-groups // TOGETHER) * TOGETHER, width), np.float32)
-        padded[:, :groups] = queries
         counts = np.empty((len(out), 5), np.int64)
 
         turns, failures = np.zeros(2, np.int64), []
 
         def work() -> None:
             try:
-                self._compiled(turns, padded, *self._arrays, self._group_count, *self._settings, counts, out)
+                self._compiled(turns, queries, *self._arrays, self._group_count, *self._settings, counts, out)
             except BaseException as failure:
                 failures.append(failure)
                 turns[1] += len(out)  # nobody shall wait for this one

@@ -1,0 +1,236 @@
+"""Products with rows of keys and of values, stored as float32 or bfloat16, in a CPU's vector registers; from Numba.
+
+What decoding does on the host: a few query heads share the reading of a row, which lies along its vector. So each score
+is a sum across a vector; four rows' sums are folded together.
+
+Letters: `G` query heads, `S` rows, `H` numbers of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+from rajax.kernels.vectors import call, has, load, store
+
+TOGETHER = 4
+"""Rows that are read together. Past the last that matters there must be so many more, of any finite numbers."""
+
+WIDE = has("avx512f")
+
+LANES = 16 if WIDE else 8
+"""Numbers of a vector."""
+
+HEADS = 4 if WIDE else 2
+"""Query heads whose sums fit into the registers."""
+
+_LONG, _INT, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
+_FLOATS = ir.VectorType(_FLOAT, LANES)
+
+
+def widen(x):
+    """A stored number as float32, in compiled code. uint16 are the bits of a bfloat16."""
+
+
+@overload(widen, inline="always")
+def _widen_compiled(x):
+    if x == types.uint16:
+        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    return lambda x: x
+
+
+# What follows builds LLVM's code.
+
+
+def _wide(builder: Any, place: Any, dtype: Any) -> Any:
+    """`LANES` stored numbers as float32."""
+    if dtype == types.uint16:
+        ints = ir.VectorType(_INT, LANES)
+        bits = builder.zext(load(builder, place, ir.VectorType(ir.IntType(16), LANES), align=2), ints)
+        return builder.bitcast(builder.shl(bits, ir.Constant(ints, [16] * LANES)), _FLOATS)
+    return load(builder, place, _FLOATS)
+
+
+def _add_product(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """x y + z, in one instruction where there is one."""
+    return call(builder, f"llvm.fmuladd.v{LANES}f32", [x, y, z], _FLOATS)
+
+
+def _fold(builder: Any, u: Any, v: Any) -> Any:
+    """Sums of neighbours: of each four lanes of u, two, and then of v's."""
+    count = u.type.count
+
+    def picked(first: int) -> Any:
+        lanes = [
+            which + block + lane
+            for block in range(0, count, 4)
+            for which in (0, count)
+            for lane in (first, first + 2)
+        ]
+        return builder.shuffle_vector(u, v, ir.Constant(ir.VectorType(_INT, count), lanes))
+
+    return builder.fadd(picked(0), picked(1))
+
+
+def _totals(builder: Any, sums: list[Any]) -> Any:
+    """A vector of the sums of four vectors."""
+    a, b, c, d = sums
+    total = _fold(builder, _fold(builder, a, b), _fold(builder, c, d))
+    while (count := total.type.count) > TOGETHER:
+        halves = ir.VectorType(_INT, count // 2)
+        low, high = (
+            builder.shuffle_vector(total, total, ir.Constant(halves, list(range(first, first + count // 2))))
+            for first in (0, count // 2)
+        )
+        total = builder.fadd(low, high)
+    return total
+
+
+def _place(context: Any, builder: Any, signature: Any, arguments: Any, which: int, *indices: Any) -> Any:
+    """The address of an element of the argument number `which`, an array."""
+    kind = signature.args[which]
+    array = context.make_array(kind)(context, builder, arguments[which])
+    shape, strides = (cgutils.unpack_tuple(builder, t) for t in (array.shape, array.strides))
+    pointer = cgutils.get_item_pointer2(context, builder, array.data, shape, strides, kind.layout, indices)
+    return builder.ptrtoint(pointer, _LONG)
+
+
+def _scored(heads: int) -> Any:
+    """`score_rows` of `TOGETHER` rows and so many query heads, of whole vectors."""
+
+    @intrinsic
+    def scored(context, queries, first_head, rows, first, width, scores, at):
+        def generate(context, builder, signature, arguments):
+            _, first_head, _, first, width, _, at = arguments
+            zero = _LONG(0)
+
+            def places(which: int, start: Any, count: int, column: Any) -> list[Any]:
+                return [
+                    _place(
+                        context, builder, signature, arguments, which, builder.add(start, _LONG(i)), column
+                    )
+                    for i in range(count)
+                ]
+
+            dtype = signature.args[2].dtype
+            at_queries, at_rows = places(0, first_head, heads, zero), places(2, first, TOGETHER, zero)
+            none = ir.Constant(_FLOATS, [0.0] * LANES)
+            sums = [[cgutils.alloca_once_value(builder, none) for _ in range(TOGETHER)] for _ in range(heads)]
+            with cgutils.for_range(builder, builder.udiv(width, _LONG(LANES))) as loop:
+                column = builder.mul(loop.index, _LONG(LANES))
+                here = builder.mul(column, _LONG(dtype.bitwidth // 8))
+                row = [_wide(builder, builder.add(place, here), dtype) for place in at_rows]
+                here = builder.mul(column, _LONG(4))
+                for i in range(heads):
+                    query = load(builder, builder.add(at_queries[i], here), _FLOATS)
+                    for j in range(TOGETHER):
+                        builder.store(
+                            _add_product(builder, query, row[j], builder.load(sums[i][j])), sums[i][j]
+                        )
+            for place, parts in zip(places(5, first_head, heads, at), sums, strict=True):
+                store(builder, _totals(builder, [builder.load(part) for part in parts]), place)
+            return context.get_dummy_value()
+
+        whole = types.intp
+        return types.void(queries, whole, rows, whole, whole, scores, whole), generate
+
+    return scored
+
+
+def _added(heads: int) -> Any:
+    """`add_rows` of `TOGETHER` rows and so many query heads, of whole vectors."""
+
+    @intrinsic
+    def added(context, weights, first_head, at, rows, first, width, sums):
+        def generate(context, builder, signature, arguments):
+            _, first_head, at, _, first, width, _ = arguments
+            zero, dtype = _LONG(0), signature.args[3].dtype
+            empty = ir.Constant(_FLOATS, ir.Undefined)
+            same = ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES)
+
+            def place(which: int, start: Any, i: int, column: Any) -> Any:
+                return _place(
+                    context, builder, signature, arguments, which, builder.add(start, _LONG(i)), column
+                )
+
+            def spread(i: int, j: int) -> Any:
+                weight = load(builder, place(0, first_head, i, builder.add(at, _LONG(j))), _FLOAT)
+                return builder.shuffle_vector(builder.insert_element(empty, weight, _INT(0)), empty, same)
+
+            factors = [[spread(i, j) for j in range(TOGETHER)] for i in range(heads)]
+            at_rows = [place(3, first, j, zero) for j in range(TOGETHER)]
+            at_sums = [place(6, first_head, i, zero) for i in range(heads)]
+            with cgutils.for_range(builder, builder.udiv(width, _LONG(LANES))) as loop:
+                column = builder.mul(loop.index, _LONG(LANES))
+                here = builder.mul(column, _LONG(dtype.bitwidth // 8))
+                row = [_wide(builder, builder.add(p, here), dtype) for p in at_rows]
+                here = builder.mul(column, _LONG(4))
+                for i in range(heads):
+                    to = builder.add(at_sums[i], here)
+                    total = load(builder, to, _FLOATS)
+                    for j in range(TOGETHER):
+                        total = _add_product(builder, factors[i][j], row[j], total)
+                    store(builder, total, to)
+            return context.get_dummy_value()
+
+        whole = types.intp
+        return types.void(weights, whole, whole, rows, whole, whole, sums), generate
+
+    return added
+
+
+_score_1, _score_2, _score_3, _score_4 = (_scored(heads) for heads in (1, 2, 3, 4))
+_add_1, _add_2, _add_3, _add_4 = (_added(heads) for heads in (1, 2, 3, 4))
+
+
+# What follows is for compiled code.
+
+
+@njit(inline="always")
+def score_rows(queries, rows, start, stop, width, scores, at):
+    """scores[:, at + i] = queries [G, H] . rows[start + i], up to row `stop`, and `TOGETHER` - 1 columns more.
+
+    rows: [S, H], float32 or the bits of bfloat16; scores: [G, *] float32.
+    """
+    heads = len(queries)
+    for first in range(0, heads, HEADS):
+        number = min(HEADS, heads - first)
+        for row in range(start, stop, TOGETHER):
+            to = at + row - start
+            if number == 4:
+                _score_4(queries, first, rows, row, width, scores, to)
+            elif number == 3:
+                _score_3(queries, first, rows, row, width, scores, to)
+            elif number == 2:
+                _score_2(queries, first, rows, row, width, scores, to)
+            else:
+                _score_1(queries, first, rows, row, width, scores, to)
+    for row in range(start, stop if width % LANES else start):
+        for g in range(heads):
+            for h in range(width // LANES * LANES, width):
+                scores[g, at + row - start] += queries[g, h] * widen(rows[row, h])
+
+
+@njit(inline="always")
+def add_rows(weights, at, rows, first, width, sums):
+    """sums [G, H] += weights[:, at : at + 4] x rows[first : first + 4] of [S, H], float32 or the bits of bfloat16."""
+    heads = len(sums)
+    for head in range(0, heads, HEADS):
+        number = min(HEADS, heads - head)
+        if number == 4:
+            _add_4(weights, head, at, rows, first, width, sums)
+        elif number == 3:
+            _add_3(weights, head, at, rows, first, width, sums)
+        elif number == 2:
+            _add_2(weights, head, at, rows, first, width, sums)
+        else:
+            _add_1(weights, head, at, rows, first, width, sums)
+    for g in range(heads if width % LANES else 0):
+        for j in range(TOGETHER):
+            for h in range(width // LANES * LANES, width):
+                sums[g, h] += weights[g, at + j] * widen(rows[first + j, h])

@@ -567,14 +567,30 @@ def test_a_run_with_other_settings_is_refused_by_name(finished, checkpoint, tmp_
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path):
-    assert loop.open_run(tmp_path / "run", {"--seed": 0}) == []
+    with loop.open_run(tmp_path / "run", {"--seed": 0}) as done:
+        assert done == []
     good = json.dumps({"task": "a", "attentions": {}})
     (tmp_path / "run" / loop.SAMPLES).write_text(f"{good}\n{{\n{good}\n")
     with pytest.raises(ValueError, match=r"samples\.jsonl, line 2 is damaged"):
-        loop.open_run(tmp_path / "run", {"--seed": 0})
+        enter(loop.open_run(tmp_path / "run", {"--seed": 0}))
     (tmp_path / "run" / loop.SETTINGS).write_text("{")
     with pytest.raises(ValueError, match=r"settings\.json is damaged"):
-        loop.open_run(tmp_path / "run", {"--seed": 0})
+        enter(loop.open_run(tmp_path / "run", {"--seed": 0}))
+
+
+def enter(run):
+    with run as done:
+        return done
+
+
+def test_one_process_at_a_time_works_in_a_run(tmp_path):
+    settings = {"--seed": 0}
+    with (
+        loop.open_run(tmp_path / "run", settings),
+        pytest.raises(ValueError, match="another `rajax eval` is at work in"),
+    ):
+        enter(loop.open_run(tmp_path / "run", settings))
+    assert enter(loop.open_run(tmp_path / "run", settings)) == []
 
 
 @pytest.mark.parametrize(

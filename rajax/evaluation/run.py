@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -76,8 +78,9 @@ def parse_attentions(text: str) -> dict[str, RetrievalConfig | None]:
 # --- a run's folder
 
 
-def open_run(out: Path, settings: Mapping[str, Any]) -> list[Record]:
-    """Makes a run's folder, or goes on with it; returns the samples that are done.
+@contextlib.contextmanager
+def open_run(out: Path, settings: Mapping[str, Any]) -> Iterator[list[Record]]:
+    """Makes a run's folder, or goes on with it; gives the samples that are done, and keeps other processes out.
 
     A last line that an interrupt broke is dropped, and so are samples that failed: they are tried again.
 
@@ -86,8 +89,24 @@ def open_run(out: Path, settings: Mapping[str, Any]) -> list[Record]:
       settings: by the name of the option that they come from; whatever the numbers depend on.
 
     Raises:
-      ValueError: the folder holds a run with other settings, or something else.
+      ValueError: the folder holds a run with other settings, or something else, or a process is at work in it.
     """
+    _check(out, settings)
+    folder = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another `rajax eval` is at work in {out}; wait until it is done, or choose another --out"
+            ) from None
+        yield _read(out / SAMPLES)
+    finally:
+        os.close(folder)
+
+
+def _check(out: Path, settings: Mapping[str, Any]) -> None:
+    """Makes a run's folder; ValueError where there is another."""
     wanted = json.loads(json.dumps(settings))
     digest = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
     file = out / SETTINGS
@@ -98,7 +117,7 @@ def open_run(out: Path, settings: Mapping[str, Any]) -> list[Record]:
             raise ValueError(f"--out {out} is not empty and has no {SETTINGS}: it is no folder of a run")
         out.mkdir(parents=True, exist_ok=True)
         write(file, json.dumps({"sha256": digest, "settings": wanted}, indent=2, ensure_ascii=False) + "\n")
-        return []
+        return
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         had, had_digest = dict(content["settings"]), content["sha256"]
@@ -114,7 +133,6 @@ def open_run(out: Path, settings: Mapping[str, Any]) -> list[Record]:
                     f"now {json.dumps(wanted.get(name))}. Choose another --out, or delete that folder"
                 )
         raise ValueError(f"{file} was changed by hand; choose another --out, or delete that folder")
-    return _read(out / SAMPLES)
 
 
 def _read(file: Path) -> list[Record]:

@@ -113,30 +113,30 @@ def run(checkpoint: Path, options: Options, out: Path, on_sample: Callable[[int,
         "--dtype": options.dtype,
         "--prefill-precision": options.prefill_precision,
     }
-    done = open_run(out, settings)
-    model = load(
-        checkpoint,
-        dtype=options.dtype,
-        rope_scaling=options.rope_scaling,
-        prefill_precision=options.prefill_precision,
-    )
-    records = evaluate(
-        model,
-        tokenizer,
-        tasks,
-        lengths,
-        options.samples,
-        attentions,
-        out,
-        done,
-        seed=options.seed,
-        chat=chat,
-        on_sample=on_sample,
-    )
-    rows = report.summarize(options.suite, records, list(attentions), not_run)
-    write(out / SUMMARY, json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
-    title = f"{options.suite} on {checkpoint.resolve().name}"
-    write(out / PAGE, report.page(title, settings, records, rows, list(attentions)))
+    with open_run(out, settings) as done:
+        model = load(
+            checkpoint,
+            dtype=options.dtype,
+            rope_scaling=options.rope_scaling,
+            prefill_precision=options.prefill_precision,
+        )
+        records = evaluate(
+            model,
+            tokenizer,
+            tasks,
+            lengths,
+            options.samples,
+            attentions,
+            out,
+            done,
+            seed=options.seed,
+            chat=chat,
+            on_sample=on_sample,
+        )
+        rows = report.summarize(options.suite, records, list(attentions), not_run)
+        write(out / SUMMARY, json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
+        title = f"{options.suite} on {checkpoint.resolve().name}"
+        write(out / PAGE, report.page(title, settings, records, rows, list(attentions)))
     return Result(records, rows, list(attentions))
 
 

@@ -19,7 +19,7 @@ from rajax.handles import Store
 from rajax.head import check_keys
 from rajax.kernels.host_call import CORES
 
-MOST_OUTLIERS = 1024
+MOST_OUTLIERS = 4096
 """Keys of a head that are in no cluster, at most: every step reads them, however long the text."""
 
 

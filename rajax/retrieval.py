@@ -63,7 +63,7 @@ class RetrievalConfig:
       host_dtype: with "wave", of keys, values and means in host memory: "bfloat16" or "float32".
       block_cache: with such a buffer, the size of the device's cache of hot clusters, as a share of the KV; 0.05 as in
         RetroInfer, section 4.3.
-      outliers: with "wave", the share of every head's keys, at most 1,024 of them, that are in no cluster and always
+      outliers: with "wave", the share of every head's keys, at most 4,096 of them, that are in no cluster and always
         attended to: those furthest from their cluster's mean. Whatever a copying head looks for may be among them: a
         number in a text of other things has no keys like its own. ShadowKV (arXiv 2410.21465) keeps outlying chunks so.
         With 1 there are no clusters, and all keys are attended to.

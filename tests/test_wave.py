@@ -375,8 +375,8 @@ def test_keys_far_from_all_others_are_in_no_cluster():
 
 
 def test_a_step_does_not_read_more_outliers_the_longer_the_text():
-    counts = 40, 32768, 51200, 51250, 1 << 20
-    assert [outliers_among(count, 0.02) for count in counts] == [0, 655, 1024, 1024, 1024]
+    counts = 40, 32768, 204800, 204850, 1 << 20
+    assert [outliers_among(count, 0.02) for count in counts] == [0, 655, 4096, 4096, 4096]
     assert outliers_among(1 << 20, 1) == 1 << 20
     assert outliers_among(1000, 0.0) == 0
 

@@ -91,7 +91,7 @@ def _totals(builder: Any, sums: list[Any]) -> Any:
     return total
 
 
-def _place(context: Any, builder: Any, signature: Any, arguments: Any, which: int, *indices: Any) -> Any:
+def place_of(context: Any, builder: Any, signature: Any, arguments: Any, which: int, *indices: Any) -> Any:
     """The address of an element of the argument number `which`, an array."""
     kind = signature.args[which]
     array = context.make_array(kind)(context, builder, arguments[which])
@@ -111,7 +111,7 @@ def _scored(heads: int) -> Any:
 
             def places(which: int, start: Any, count: int, column: Any) -> list[Any]:
                 return [
-                    _place(
+                    place_of(
                         context, builder, signature, arguments, which, builder.add(start, _LONG(i)), column
                     )
                     for i in range(count)
@@ -154,7 +154,7 @@ def _added(heads: int) -> Any:
             same = ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES)
 
             def place(which: int, start: Any, i: int, column: Any) -> Any:
-                return _place(
+                return place_of(
                     context, builder, signature, arguments, which, builder.add(start, _LONG(i)), column
                 )
 

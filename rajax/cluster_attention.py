@@ -25,7 +25,8 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rajax.kernels.row_products import TOGETHER, add_rows, score_rows
+from rajax.kernels.row_products import TOGETHER, add_rows, place_of, score_rows
+from rajax.kernels.vectors import call, pointer
 
 HALVES = 2
 """A head's clusters are ranked and attended to in halves, so that cores can share a head. Half i of head k is number
@@ -313,16 +314,10 @@ def _touch(context, a, row, column):
     """Asks the processor to have the cache line of a[row, column] ready soon."""
 
     def generate(context, builder, signature, arguments):
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        shape, strides = (cgutils.unpack_tuple(builder, t) for t in (array.shape, array.strides))
-        place = cgutils.get_item_pointer2(
-            context, builder, array.data, shape, strides, signature.args[0].layout, arguments[1:]
-        )
-        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        function = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
-        prefetch = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0i8")
+        place = pointer(builder, place_of(context, builder, signature, arguments, 0, *arguments[1:]))
+        number = ir.IntType(32)
         # To read, to be kept in all caches, data.
-        builder.call(prefetch, [builder.bitcast(place, byte), number(0), number(3), number(1)])
+        call(builder, "llvm.prefetch.p0i8", [place, number(0), number(3), number(1)])
         return context.get_dummy_value()
 
     return types.void(a, types.intp, types.intp), generate

@@ -100,6 +100,12 @@ def place_of(context: Any, builder: Any, signature: Any, arguments: Any, which: 
     return builder.ptrtoint(pointer, _LONG)
 
 
+def _places(call_of: tuple[Any, ...], which: int, start: Any, count: int, column: Any) -> list[Any]:
+    """The addresses in rows start, start + 1, ... of one column; `call_of` is what an intrinsic generates from."""
+    _, builder, *_ = call_of
+    return [place_of(*call_of, which, builder.add(start, _LONG(i)), column) for i in range(count)]
+
+
 def _scored(heads: int) -> Any:
     """`score_rows` of `TOGETHER` rows and so many query heads, of whole vectors."""
 
@@ -109,16 +115,10 @@ def _scored(heads: int) -> Any:
             _, first_head, _, first, width, _, at = arguments
             zero = _LONG(0)
 
-            def places(which: int, start: Any, count: int, column: Any) -> list[Any]:
-                return [
-                    place_of(
-                        context, builder, signature, arguments, which, builder.add(start, _LONG(i)), column
-                    )
-                    for i in range(count)
-                ]
-
+            call_of = context, builder, signature, arguments
             dtype = signature.args[2].dtype
-            at_queries, at_rows = places(0, first_head, heads, zero), places(2, first, TOGETHER, zero)
+            at_queries = _places(call_of, 0, first_head, heads, zero)
+            at_rows = _places(call_of, 2, first, TOGETHER, zero)
             none = ir.Constant(_FLOATS, [0.0] * LANES)
             sums = [[cgutils.alloca_once_value(builder, none) for _ in range(TOGETHER)] for _ in range(heads)]
             with cgutils.for_range(builder, builder.udiv(width, _LONG(LANES))) as loop:
@@ -132,7 +132,7 @@ def _scored(heads: int) -> Any:
                         builder.store(
                             _add_product(builder, query, row[j], builder.load(sums[i][j])), sums[i][j]
                         )
-            for place, parts in zip(places(5, first_head, heads, at), sums, strict=True):
+            for place, parts in zip(_places(call_of, 5, first_head, heads, at), sums, strict=True):
                 store(builder, _totals(builder, [builder.load(part) for part in parts]), place)
             return context.get_dummy_value()
 
@@ -153,18 +153,17 @@ def _added(heads: int) -> Any:
             empty = ir.Constant(_FLOATS, ir.Undefined)
             same = ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES)
 
-            def place(which: int, start: Any, i: int, column: Any) -> Any:
-                return place_of(
-                    context, builder, signature, arguments, which, builder.add(start, _LONG(i)), column
-                )
+            call_of = context, builder, signature, arguments
 
-            def spread(i: int, j: int) -> Any:
-                weight = load(builder, place(0, first_head, i, builder.add(at, _LONG(j))), _FLOAT)
+            def spread(place: Any) -> Any:
+                weight = load(builder, place, _FLOAT)
                 return builder.shuffle_vector(builder.insert_element(empty, weight, _INT(0)), empty, same)
 
-            factors = [[spread(i, j) for j in range(TOGETHER)] for i in range(heads)]
-            at_rows = [place(3, first, j, zero) for j in range(TOGETHER)]
-            at_sums = [place(6, first_head, i, zero) for i in range(heads)]
+            columns = [builder.add(at, _LONG(j)) for j in range(TOGETHER)]
+            at_weights = [_places(call_of, 0, first_head, heads, column) for column in columns]
+            factors = [[spread(place) for place in places] for places in at_weights]
+            at_rows = _places(call_of, 3, first, TOGETHER, zero)
+            at_sums = _places(call_of, 6, first_head, heads, zero)
             with cgutils.for_range(builder, builder.udiv(width, _LONG(LANES))) as loop:
                 column = builder.mul(loop.index, _LONG(LANES))
                 here = builder.mul(column, _LONG(dtype.bitwidth // 8))
@@ -174,7 +173,7 @@ def _added(heads: int) -> Any:
                     to = builder.add(at_sums[i], here)
                     total = load(builder, to, _FLOATS)
                     for j in range(TOGETHER):
-                        total = _add_product(builder, factors[i][j], row[j], total)
+                        total = _add_product(builder, factors[j][i], row[j], total)
                     store(builder, total, to)
             return context.get_dummy_value()
 

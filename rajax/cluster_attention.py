@@ -45,11 +45,11 @@ SPAN = 2048
 AHEAD = 2
 """A cluster's keys are asked for so many clusters before they are needed."""
 
-CHUNK = 64
-"""Ranks whose highest is looked at before they are."""
-
 VALUES_AHEAD = 8
 """Four values are asked for so many fours before they are needed."""
+
+CHUNK = 64
+"""Ranks whose highest is looked at before they are."""
 
 CACHE_LINE = 64
 """Bytes that a processor reads from memory at a time."""
@@ -416,7 +416,7 @@ def compiled(width: int) -> Callable[..., None]:
           longest: keys of a cluster at most.
           counts: [2 K, 5] int64, where to write the clusters retrieved, the keys attended to exactly, the means looked
             at, and the cycles that ranking and attending took.
-          out: [2 K, G, H + 2] float32, where to write numerator, denominator and max of the real query heads.
+          out: [2 K, G, H + 2] float32, where to write numerator, denominator and max of the query heads.
         """
         heads = out.shape[1]
         room = max(SPAN, most * _padded(longest))

@@ -23,8 +23,8 @@ import numpy as np
 from rich.console import Console
 
 from rajax import RetrievalConfig, report
-from rajax.cluster_attention import HALVES
 from rajax.clusters import Blocks
+from rajax.exact_attention import HALVES
 from rajax.kernels import finish, partial_attention
 from rajax.models.wave import BLOCK_KEYS, SelectionRule, spherical_labels
 from rajax.wave_host import LayerClusters, join_halves

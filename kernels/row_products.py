@@ -106,8 +106,17 @@ def _places(call_of: tuple[Any, ...], which: int, start: Any, count: int, column
     return [place_of(*call_of, which, builder.add(start, _LONG(i)), column) for i in range(count)]
 
 
-def _scored(heads: int) -> Any:
-    """`score_rows` of `TOGETHER` rows and so many query heads, of whole vectors."""
+def _row_places(call_of: tuple[Any, ...], which: int, first: Any, picked: bool) -> list[Any]:
+    """The addresses of `TOGETHER` rows: from `first` on, or those whose numbers are at the address `first`."""
+    builder = call_of[1]
+    if not picked:
+        return _places(call_of, which, first, TOGETHER, _LONG(0))
+    numbers = [load(builder, builder.add(first, _LONG(8 * i)), _LONG, align=8) for i in range(TOGETHER)]
+    return [place_of(*call_of, which, number, _LONG(0)) for number in numbers]
+
+
+def _scored(heads: int, *, picked: bool = False) -> Any:
+    """`score_rows` of `TOGETHER` rows and so many query heads, of whole vectors; `score_picked` where `picked`."""
 
     @intrinsic
     def scored(context, queries, first_head, rows, first, width, scores, at):
@@ -118,7 +127,7 @@ def _scored(heads: int) -> Any:
             call_of = context, builder, signature, arguments
             dtype = signature.args[2].dtype
             at_queries = _places(call_of, 0, first_head, heads, zero)
-            at_rows = _places(call_of, 2, first, TOGETHER, zero)
+            at_rows = _row_places(call_of, 2, first, picked)
             none = ir.Constant(_FLOATS, [0.0] * LANES)
             sums = [[cgutils.alloca_once_value(builder, none) for _ in range(TOGETHER)] for _ in range(heads)]
             with cgutils.for_range(builder, builder.udiv(width, _LONG(LANES))) as loop:
@@ -142,8 +151,8 @@ def _scored(heads: int) -> Any:
     return scored
 
 
-def _added(heads: int) -> Any:
-    """`add_rows` of `TOGETHER` rows and so many query heads, of whole vectors."""
+def _added(heads: int, *, picked: bool = False) -> Any:
+    """`add_rows` of `TOGETHER` rows and so many query heads, of whole vectors; `add_picked` where `picked`."""
 
     @intrinsic
     def added(context, weights, first_head, at, rows, first, width, sums):
@@ -162,7 +171,7 @@ def _added(heads: int) -> Any:
             columns = [builder.add(at, _LONG(j)) for j in range(TOGETHER)]
             at_weights = [_places(call_of, 0, first_head, heads, column) for column in columns]
             factors = [[spread(place) for place in places] for places in at_weights]
-            at_rows = _places(call_of, 3, first, TOGETHER, zero)
+            at_rows = _row_places(call_of, 3, first, picked)
             at_sums = _places(call_of, 6, first_head, heads, zero)
             with cgutils.for_range(builder, builder.udiv(width, _LONG(LANES))) as loop:
                 column = builder.mul(loop.index, _LONG(LANES))
@@ -185,6 +194,8 @@ def _added(heads: int) -> Any:
 
 _score_1, _score_2, _score_3, _score_4 = (_scored(heads) for heads in (1, 2, 3, 4))
 _add_1, _add_2, _add_3, _add_4 = (_added(heads) for heads in (1, 2, 3, 4))
+_picked_1, _picked_2, _picked_3, _picked_4 = (_scored(heads, picked=True) for heads in (1, 2, 3, 4))
+_put_1, _put_2, _put_3, _put_4 = (_added(heads, picked=True) for heads in (1, 2, 3, 4))
 
 
 # What follows is for compiled code.
@@ -233,3 +244,47 @@ def add_rows(weights, at, rows, first, width, sums):
         for j in range(TOGETHER):
             for h in range(width // LANES * LANES, width):
                 sums[g, h] += weights[g, at + j] * widen(rows[first + j, h])
+
+
+@njit(inline="always")
+def score_picked(queries, rows, picked, width, scores):
+    """scores[:, i] = queries [G, H] . rows[picked[i]] of [S, H]; picked [n] int64, n a multiple of `TOGETHER`."""
+    heads = len(queries)
+    for first in range(0, heads, HEADS):
+        number = min(HEADS, heads - first)
+        for at in range(0, len(picked), TOGETHER):
+            which = picked[at:].ctypes.data
+            if number == 4:
+                _picked_4(queries, first, rows, which, width, scores, at)
+            elif number == 3:
+                _picked_3(queries, first, rows, which, width, scores, at)
+            elif number == 2:
+                _picked_2(queries, first, rows, which, width, scores, at)
+            else:
+                _picked_1(queries, first, rows, which, width, scores, at)
+    for i in range(len(picked) if width % LANES else 0):
+        for g in range(heads):
+            for h in range(width // LANES * LANES, width):
+                scores[g, i] += queries[g, h] * widen(rows[picked[i], h])
+
+
+@njit(inline="always")
+def add_picked(weights, rows, picked, width, sums):
+    """sums [G, H] += weights [G, n] x rows[picked]; as `score_picked`."""
+    heads = len(sums)
+    for head in range(0, heads, HEADS):
+        number = min(HEADS, heads - head)
+        for at in range(0, len(picked), TOGETHER):
+            which = picked[at:].ctypes.data
+            if number == 4:
+                _put_4(weights, head, at, rows, which, width, sums)
+            elif number == 3:
+                _put_3(weights, head, at, rows, which, width, sums)
+            elif number == 2:
+                _put_2(weights, head, at, rows, which, width, sums)
+            else:
+                _put_1(weights, head, at, rows, which, width, sums)
+    for g in range(heads if width % LANES else 0):
+        for i in range(len(picked)):
+            for h in range(width // LANES * LANES, width):
+                sums[g, h] += weights[g, i] * widen(rows[picked[i], h])

@@ -23,7 +23,7 @@ LANES = 32
 """Columns of a block, which are queries: the vectors of a softmax are as long."""
 
 _BYTE, _LONG, _FLOAT = ir.IntType(8), ir.IntType(64), ir.FloatType()
-FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(ir.IntType(32), LANES)
+FLOATS = ir.VectorType(_FLOAT, LANES)
 
 
 def usable() -> bool:
@@ -44,7 +44,6 @@ def available() -> bool:
 
 def compiled(function: Callable[..., None]) -> Any:
     """Numba's compilation of a function, kept on disk where that is possible."""
-    # No fast math: `power_of_two` rests on the order of its sums.
     result = njit(nogil=True, error_model="numpy")(function)
     with contextlib.suppress(RuntimeError):
         result.enable_caching()
@@ -65,14 +64,14 @@ def pointer(builder: Any, address: Any, kind: Any = _BYTE) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
-def floats(x: float) -> Any:
+def floats(x: float, lanes: int = LANES) -> Any:
     """A vector of one number."""
-    return ir.Constant(FLOATS, [float(np.float32(x))] * LANES)
+    return ir.Constant(ir.VectorType(_FLOAT, lanes), [float(np.float32(x))] * lanes)
 
 
-def ints(x: int) -> Any:
+def ints(x: int, lanes: int = LANES) -> Any:
     """A vector of one whole number."""
-    return ir.Constant(_INTS, [x] * LANES)
+    return ir.Constant(ir.VectorType(ir.IntType(32), lanes), [x] * lanes)
 
 
 def load(builder: Any, address: Any, kind: Any = FLOATS, align: int = 4) -> Any:
@@ -80,9 +79,9 @@ def load(builder: Any, address: Any, kind: Any = FLOATS, align: int = 4) -> Any:
     return builder.load(pointer(builder, address, kind), align=align)
 
 
-def store(builder: Any, value: Any, address: Any) -> None:
+def store(builder: Any, value: Any, address: Any, align: int = 4) -> None:
     """Writes a vector to an address."""
-    builder.store(value, pointer(builder, address, value.type), align=4)
+    builder.store(value, pointer(builder, address, value.type), align=align)
 
 
 def maximum(builder: Any, x: Any, y: Any) -> Any:
@@ -105,17 +104,19 @@ def _polynomial(degree: int) -> list[float]:
 
 def power_of_two(builder: Any, x: Any, degree: int) -> Any:
     """The bits of 2**x for x <= 0; 0 from -126 down, where float32 loses digits."""
-    some = builder.fcmp_ordered(">", x, floats(-126))
-    x = maximum(builder, x, floats(-126))
-    # A float32 of this size has no fraction, so the sum is rounded to a whole number, whose bits are its last ones.
-    whole = builder.fadd(x, floats(1.5 * 2**23))
-    rest = builder.fsub(x, builder.fsub(whole, floats(1.5 * 2**23)))
+    lanes = x.type.count
+    lowest = floats(-126, lanes)
+    some = builder.fcmp_ordered(">", x, lowest)
+    x = maximum(builder, x, lowest)
+    whole = call(builder, f"llvm.rint.v{lanes}f32", [x], x.type)
+    rest = builder.fsub(x, whole)
     highest, *others = _polynomial(degree)[::-1]
-    power = floats(highest)
+    power = floats(highest, lanes)
     for factor in others:
-        power = fused(builder, power, rest, floats(factor))
-    exponent = builder.shl(builder.bitcast(whole, _INTS), ints(23))
-    return builder.select(some, builder.add(builder.bitcast(power, _INTS), exponent), ints(0))
+        power = fused(builder, power, rest, floats(factor, lanes))
+    zero = ints(0, lanes)
+    exponent = builder.shl(builder.fptosi(whole, zero.type), ints(23, lanes))
+    return builder.select(some, builder.add(builder.bitcast(power, zero.type), exponent), zero)
 
 
 # What follows is for compiled code. Addresses are integers, in bytes.

@@ -49,13 +49,12 @@ from rajax import report
 from rajax.cli import format_bytes
 from rajax.haystack import manual
 from rajax.host_path import CallbackHostPath
-from rajax.index import INDEXES
 from rajax.interrupt import interrupt
 from rajax.kernels import Partial, finish, merge, no_keys, partial_attention
 from rajax.kernels.host_call import CORES, filled_by_host
 from rajax.models import DeviceCache, Llama, LlamaConfig, Zone
 from rajax.peers import Peer, PeerMaker, peer_makers
-from rajax.retrieval import RetrievalConfig
+from rajax.retrieval import RetrievalConfig, parse_attentions
 from rajax.session import OnPrefill, Session, prefill
 from rajax.tokenizer import load_tokenizer
 
@@ -89,7 +88,7 @@ class Request:
       checkpoint: the model's.
       depths: tokens before the steps.
       prompts: further lengths, of which only the prefill is measured.
-      attentions: "dense" or kinds of index.
+      attentions: by name, as `retrieval.parse_attentions` reads them; None is dense attention.
       steps: decode steps that count, per depth and attention.
       text: a text file; None takes `haystack.manual`.
       rope_scaling: Hugging Face's; None is YaRN where a depth needs it.
@@ -101,7 +100,9 @@ class Request:
     checkpoint: Path
     depths: Sequence[int]
     prompts: Sequence[int] = ()
-    attentions: Sequence[str] = ("dense", "scann", "wave")
+    attentions: Mapping[str, RetrievalConfig | None] = dataclasses.field(
+        default_factory=lambda: parse_attentions("dense,scann,wave")
+    )
     steps: int = 64
     text: Path | None = None
     rope_scaling: Mapping[str, Any] | None = None
@@ -111,10 +112,6 @@ class Request:
     gguf: Path | None = None
 
     def __post_init__(self):
-        known = ["dense", *sorted(INDEXES)]
-        for name in self.attentions:
-            if name not in known:
-                raise ValueError(f"unknown attention {name!r}; known: {', '.join(known)}")
         if not self.attentions:
             raise ValueError("no attention to measure")
         for size in (*self.depths, *self.prompts):
@@ -253,7 +250,7 @@ def _scaling(request: Request, config: LlamaConfig, size: int) -> Mapping[str, A
 
 def _measure(
     model: Llama,
-    attentions: Sequence[str],
+    attentions: Mapping[str, RetrievalConfig | None],
     makers: Mapping[str, PeerMaker],
     scaling: Mapping[str, Any] | None,
     tokens: np.ndarray,
@@ -265,8 +262,7 @@ def _measure(
     prompt, forced = tokens[:size], tokens[size:]
 
     def session(name: str) -> Session:
-        retrieval = None if name == "dense" else RetrievalConfig(index=name)
-        return Session(model, [size], [len(tokens)], retrieval)
+        return Session(model, [size], [len(tokens)], attentions[name])
 
     with contextlib.ExitStack() as stack:
         sessions = {name: stack.enter_context(session(name)) for name in attentions}

@@ -305,8 +305,8 @@ def perplexity(
             import rajax.checkpoint
             import rajax.tokenizer
             from rajax.evaluation import perplexity as measure
-            from rajax.evaluation.run import parse_attentions
             from rajax.report import write
+            from rajax.retrieval import parse_attentions
         attentions = parse_attentions(attention)
         tokens = rajax.load_tokenizer(checkpoint).encode(text)
         if length is not None and length > len(tokens):
@@ -349,7 +349,10 @@ def bench(
         str, typer.Option("--prompt", "-p", help="Further lengths, of which only the prefill is measured.")
     ] = "",
     attention: Annotated[
-        str, typer.Option(help="Dense attention and indexes: dense, scann, exact, wave.")
+        str,
+        typer.Option(
+            help="What to compare: dense, scann, exact, wave; settings follow with colons, as in wave:key_codes=true."
+        ),
     ] = "dense,scann,wave",
     steps: Annotated[int, typer.Option(help="Decode steps, of which the median is taken.", min=1)] = 64,
     text: Annotated[
@@ -385,12 +388,13 @@ def bench(
         scaling = _parse_rope_scaling(rope_scaling)
         with interrupt.held():
             import rajax.bench as benchmark
+            from rajax.retrieval import parse_attentions
 
         request = benchmark.Request(
             checkpoint=checkpoint,
             depths=depths,
             prompts=prompts,
-            attentions=list(dict.fromkeys(name.strip() for name in attention.split(","))),
+            attentions=parse_attentions(attention),
             steps=steps,
             text=text,
             rope_scaling=scaling,

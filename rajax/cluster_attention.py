@@ -20,70 +20,35 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit
 
-from rajax.kernels.row_products import TOGETHER, add_rows, place_of, score_rows
-from rajax.kernels.vectors import call, pointer
-
-HALVES = 2
-"""A head's clusters are ranked and attended to in halves, so that cores can share a head. Half i of head k is number
-`HALVES` * k + i."""
-
-NEGLIGIBLE = np.float32(3e-4)
-"""Keys, and groups, each with a share of the attention below this divided by their number, add nothing to the
-numerator, and their values are not read; all of them together are below it. The denominator has them."""
+from rajax.exact_attention import (
+    FAST,
+    HALVES,
+    NEGLIGIBLE,
+    SPAN,
+    add_to,
+    attend_to,
+    cycles,
+    exp,
+    largest,
+    padded,
+    score,
+    sum_of,
+    top_of,
+    touch_rows,
+    wait,
+)
+from rajax.kernels.row_products import TOGETHER, add_rows, score_rows
 
 LIGHT = np.float32(1e-4)
 """The mean value of a cluster with a share of the estimate below this is not read: its group's stands for it."""
 
-SPAN = 2048
-"""Keys whose scores are computed before the running maximum is looked at again."""
-
 AHEAD = 2
 """A cluster's keys are asked for so many clusters before they are needed."""
 
-VALUES_AHEAD = 8
-"""Four values are asked for so many fours before they are needed."""
-
 CHUNK = 64
 """Ranks whose highest is looked at before they are."""
-
-CACHE_LINE = 64
-"""Bytes that a processor reads from memory at a time."""
-
-# Sums may be reordered, so that they fill a vector; infinities and NaN keep their meaning.
-FAST: Any = {"nsz", "arcp", "contract", "afn", "reassoc"}
-
-
-@njit(inline="always")
-def _exp(x):
-    """exp of a float32 that is at most 0, with a relative error of 2e-7: 2**n times a polynomial.
-
-    Unlike the library's, it fills a vector.
-    """
-    y = max(x, np.float32(-87)) * np.float32(1.44269504)
-    n = np.floor(y)
-    f = y - n
-    p = np.float32(1.8775767e-3)
-    p = p * f + np.float32(8.9893397e-3)
-    p = p * f + np.float32(5.5826318e-2)
-    p = p * f + np.float32(2.4015361e-1)
-    p = p * f + np.float32(6.9315308e-1)
-    p = p * f + np.float32(9.9999994e-1)
-    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
-    return p * power if x > np.float32(-87) else np.float32(0)
-
-
-# Without NaN among them, a vector's maxima may be taken in any order.
-@njit(fastmath={*FAST, "nnan"})
-def _top(row, count, top):
-    """The largest of `top` and row[:count], none of which is NaN."""
-    for c in range(count):
-        top = row[c] if row[c] > top else top
-    return top
 
 
 @njit(fastmath={*FAST, "nnan"})
@@ -111,7 +76,7 @@ def _choose(ranks, held, everything, share, top_p, least, most, ids):
     chunks = (len(ranks) + CHUNK - 1) // CHUNK
     highest = np.empty(chunks, np.float32)
     for i in range(chunks):
-        highest[i] = _top(ranks[i * CHUNK :], min(CHUNK, len(ranks) - i * CHUNK), np.float32(-1))
+        highest[i] = top_of(ranks[i * CHUNK :], min(CHUNK, len(ranks) - i * CHUNK), np.float32(-1))
     limit = np.float32(-1)
     if allowed < chunks:
         limit = np.partition(highest, chunks - allowed)[chunks - allowed]
@@ -149,11 +114,6 @@ def _choose(ranks, held, everything, share, top_p, least, most, ids):
     return n
 
 
-@njit(inline="always")
-def _padded(n):
-    return (n + TOGETHER - 1) // TOGETHER * TOGETHER
-
-
 @njit(fastmath=FAST, inline="always")
 def _rank(weights, count, masses, importances, ranks, heaviest, tops):
     """Turns scores [G, count] into the masses that they estimate, exp(score + mass - top).
@@ -171,7 +131,7 @@ def _rank(weights, count, masses, importances, ranks, heaviest, tops):
         reference = top if top > -np.inf else np.float32(0)
         total = np.float32(0)
         for c in range(count):
-            row[c] = _exp(row[c] - reference)
+            row[c] = exp(row[c] - reference)
             total += row[c]
         scale = 1 / total if total > 0 else np.float32(0)
         for c in range(count):
@@ -203,12 +163,6 @@ def _weigh(weights, count, totals):
     return heaviest
 
 
-@njit(inline="always")
-def _largest(shares, first):
-    """The largest of shares first .. first + 3."""
-    return max(max(shares[first], shares[first + 1]), max(shares[first + 2], shares[first + 3]))
-
-
 @njit(fastmath=FAST, inline="always")
 def _estimate(weights, count, values, width, sums, totals):
     """Adds values [count, H], weighted by weights [G, count], to sums [G, H]; writes the sums of weights to totals [G].
@@ -217,16 +171,8 @@ def _estimate(weights, count, values, width, sums, totals):
     """
     shares = _weigh(weights, count, totals)
     for c in range(0, count, TOGETHER):
-        if _largest(shares, c) * count > NEGLIGIBLE:
+        if largest(shares, c) * count > NEGLIGIBLE:
             add_rows(weights, c, values, c, width, sums)
-
-
-@njit(fastmath=FAST)
-def _sum(row):
-    total = np.float32(0)
-    for weight in row:
-        total += weight
-    return total
 
 
 @njit(fastmath=FAST, inline="always")
@@ -239,125 +185,20 @@ def _estimate_near(weights, shares, opened, ends, values, width, sums, totals, l
     totals[:] = 0
     first = 0
     for i in opened:
-        stop = first + _padded(ends[i + 1] - ends[i])
-        all_light = _top(shares[first:stop], stop - first, np.float32(0)) <= LIGHT
+        stop = first + padded(ends[i + 1] - ends[i])
+        all_light = top_of(shares[first:stop], stop - first, np.float32(0)) <= LIGHT
         for g in range(len(totals)):
-            total = _sum(weights[g, first:stop])
+            total = sum_of(weights[g, first:stop])
             totals[g] += total
             light[g, i] = total if all_light else np.float32(0)
         if not all_light:
             for at in range(first, stop, TOGETHER):
-                if _largest(shares, at) > LIGHT:
+                if largest(shares, at) > LIGHT:
                     add_rows(weights, at, values, ends[i] + at - first, width, sums)
                 else:
                     for g in range(len(totals)):
-                        light[g, i] += _sum(weights[g, at : at + TOGETHER])
+                        light[g, i] += sum_of(weights[g, at : at + TOGETHER])
         first = stop
-
-
-@njit(inline="always")
-def _score(queries, keys, start, stop, width, scores, quads, at):
-    """Writes the scores of keys start .. stop of [S, H], in fours, to scores [G, *] and their places to quads, from
-    score number `at` on. What a four lacks has the score -inf."""
-    score_rows(queries, keys, start, stop, width, scores, at)
-    for g in range(len(queries)):
-        for j in range(at + stop - start, at + _padded(stop - start)):
-            scores[g, j] = -np.inf
-    for j in range(0, stop - start, TOGETHER):
-        quads[(at + j) // TOGETHER] = start + j
-
-
-@njit(fastmath=FAST)
-def _attend_to(scores, quads, count, values, width, least, sums, totals, tops):
-    """Adds keys with scores [G, count], and their values, to sums [G, H] and totals [G] relative to tops [G].
-
-    quads: where the values of each four scores are; those of a four with shares of at most `least` are not read.
-    """
-    if not count:
-        return
-    heaviest = np.zeros(count, np.float32)
-    for g in range(len(sums)):
-        row = scores[g]
-        top = _top(row, count, tops[g])
-        if top > tops[g]:
-            scale = _exp(tops[g] - top)
-            totals[g] *= scale
-            for h in range(width):
-                sums[g, h] *= scale
-            tops[g] = top
-        added = np.float32(0)
-        for j in range(count):
-            row[j] = _exp(row[j] - top)
-            added += row[j]
-        totals[g] += added
-        scale = 1 / totals[g]
-        for j in range(count):
-            heaviest[j] = max(heaviest[j], row[j] * scale)
-    # Those that are read come first.
-    heavy = 0
-    for i in range(count // TOGETHER):
-        if _largest(heaviest, TOGETHER * i) > least:
-            for g in range(len(sums)):
-                for j in range(TOGETHER):
-                    scores[g, TOGETHER * heavy + j] = scores[g, TOGETHER * i + j]
-            quads[heavy] = quads[i]
-            heavy += 1
-    for i in range(heavy):
-        if i + VALUES_AHEAD < heavy:
-            later = quads[i + VALUES_AHEAD]
-            _touch_rows(values, later, later + TOGETHER, width)
-        add_rows(scores, TOGETHER * i, values, quads[i], width, sums)
-
-
-@intrinsic
-def _touch(context, a, row, column):
-    """Asks the processor to have the cache line of a[row, column] ready soon."""
-
-    def generate(context, builder, signature, arguments):
-        place = pointer(builder, place_of(context, builder, signature, arguments, 0, *arguments[1:]))
-        number = ir.IntType(32)
-        # To read, to be kept in all caches, data.
-        call(builder, "llvm.prefetch.p0i8", [place, number(0), number(3), number(1)])
-        return context.get_dummy_value()
-
-    return types.void(a, types.intp, types.intp), generate
-
-
-@njit(inline="always")
-def _touch_rows(a, start, stop, width):
-    for row in range(start, stop):
-        for column in range(0, width, CACHE_LINE // a.itemsize):
-            _touch(a, row, column)  # type: ignore[call-arg]
-
-
-@intrinsic
-def _cycles(context):
-    """The processor's cycle counter."""
-
-    def generate(context, builder, signature, arguments):
-        function = ir.FunctionType(ir.IntType(64), [])
-        counter = cgutils.get_or_insert_function(builder.module, function, "llvm.readcyclecounter")
-        return builder.call(counter, [])
-
-    return types.int64(), generate
-
-
-@intrinsic
-def _add_to(context, address, number):
-    """Adds to an int64 that several threads change, and returns what it was."""
-
-    def generate(context, builder, signature, arguments):
-        place = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", place, arguments[1], "seq_cst")
-
-    return types.int64(types.uintp, types.int64), generate
-
-
-@njit(nogil=True)
-def wait(turns, number):
-    """Until `number` turns are over. It does not sleep: to be woken takes longer than what is waited for."""
-    while _add_to(turns[1:].ctypes.data, 0) < number:  # type: ignore[call-arg]
-        pass
 
 
 @functools.cache
@@ -419,13 +260,13 @@ def compiled(width: int) -> Callable[..., None]:
           out: [2 K, G, H + 2] float32, where to write numerator, denominator and max of the query heads.
         """
         heads = out.shape[1]
-        room = max(SPAN, most * _padded(longest))
+        room = max(SPAN, most * padded(longest))
         scores, quads = np.empty((heads, room), np.float32), np.empty(room // TOGETHER, np.int64)
         while True:
-            k: Any = _add_to(turns.ctypes.data, 1)  # type: ignore[call-arg]
+            k: Any = add_to(turns.ctypes.data, 1)  # type: ignore[call-arg]
             if k >= len(out):
                 break
-            began: Any = _cycles()
+            began: Any = cycles()
             these = queries[k // HALVES]
             far = np.zeros((heads, groups + TOGETHER), np.float32)
             score_rows(these, group_means[k], 0, groups, width, far, 0)
@@ -438,7 +279,7 @@ def compiled(width: int) -> Callable[..., None]:
             n = _choose(ranks, held, sum_, np.float32(-1), open_p, least_open, most_open, opened)
             places = 0
             for i in range(n):
-                places += _padded(group_ends[k, opened[i] + 1] - group_ends[k, opened[i]])
+                places += padded(group_ends[k, opened[i] + 1] - group_ends[k, opened[i]])
             # Of the clusters of the groups that are opened; each group's begin at a multiple of `TOGETHER`.
             weights = np.empty((heads, places + TOGETHER), np.float32)
             masses, near_importances = np.full(places, -np.inf, np.float32), np.zeros(places, np.float32)
@@ -448,12 +289,12 @@ def compiled(width: int) -> Callable[..., None]:
                 start, stop = group_ends[k, opened[i]], group_ends[k, opened[i] + 1]
                 if i + 1 < n:
                     later = opened[i + 1]
-                    _touch_rows(means[k], group_ends[k, later], group_ends[k, later + 1], width)
+                    touch_rows(means[k], group_ends[k, later], group_ends[k, later + 1], width)
                 score_rows(these, means[k], start, stop, width, weights, at)
                 masses[at : at + stop - start] = log_masses[k, start:stop]
                 near_importances[at : at + stop - start] = importances[k, start:stop]
                 firsts[i] = at
-                at += _padded(stop - start)
+                at += padded(stop - start)
                 for g in range(heads):
                     far[g, opened[i]] = 0
             ranks, shares = np.empty(places, np.float32), np.empty(places, np.float32)
@@ -470,7 +311,7 @@ def compiled(width: int) -> Callable[..., None]:
                 group = np.searchsorted(firsts, ids[i], side="right") - 1
                 ids[i] += group_ends[k, opened[group]] - firsts[group]
                 attended += sizes[k, ids[i]]
-            ranked = _cycles()
+            ranked = cycles()
 
             sums, totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
             light = np.zeros((heads, groups + TOGETHER), np.float32)
@@ -489,31 +330,31 @@ def compiled(width: int) -> Callable[..., None]:
                 start = starts[k, ids[i]]
                 if i + AHEAD < chosen:
                     later = starts[k, ids[i + AHEAD]]
-                    _touch_rows(keys[k // HALVES], later, later + sizes[k, ids[i + AHEAD]], width)
+                    touch_rows(keys[k // HALVES], later, later + sizes[k, ids[i + AHEAD]], width)
                 stop = start + sizes[k, ids[i]]
-                _score(these, keys[k // HALVES], start, stop, width, scores, quads, at)
-                at += _padded(stop - start)
+                score(these, keys[k // HALVES], start, stop, width, scores, quads, at)
+                at += padded(stop - start)
             state = exact, exact_totals, exact_tops
-            _attend_to(scores, quads, at, values[k // HALVES], width, least_read, *state)
+            attend_to(scores, quads, at, values[k // HALVES], width, least_read, *state)
             # The keys that are in no cluster.
             for i in range(apart.shape[1]):
                 for start in range(apart[k, i, 0], apart[k, i, 1], SPAN):
                     stop = min(start + SPAN, apart[k, i, 1])
-                    _score(these, keys[k // HALVES], start, stop, width, scores, quads, 0)
-                    at = _padded(stop - start)
-                    _attend_to(scores, quads, at, values[k // HALVES], width, least_read, *state)
+                    score(these, keys[k // HALVES], start, stop, width, scores, quads, 0)
+                    at = padded(stop - start)
+                    attend_to(scores, quads, at, values[k // HALVES], width, least_read, *state)
             for g in range(heads):
                 top = max(max(tops[g], far_tops[g]), exact_tops[g])
                 reference = top if top > -np.inf else np.float32(0)
-                far_, near = _exp(far_tops[g] - reference), _exp(tops[g] - reference)
-                here = _exp(exact_tops[g] - reference)
+                far_, near = exp(far_tops[g] - reference), exp(tops[g] - reference)
+                here = exp(exact_tops[g] - reference)
                 for h in range(width):
                     out[k, g, h] = far_ * far_sums[g, h] + near * sums[g, h] + here * exact[g, h]
                 out[k, g, width] = far_ * far_totals[g] + near * totals[g] + here * exact_totals[g]
                 out[k, g, width + 1] = top
             counts[k, 0], counts[k, 1], counts[k, 2] = chosen, attended, groups + places
-            counts[k, 3], counts[k, 4] = ranked - began, _cycles() - ranked
-            _add_to(turns[1:].ctypes.data, 1)
+            counts[k, 3], counts[k, 4] = ranked - began, cycles() - ranked
+            add_to(turns[1:].ctypes.data, 1)
 
     function = njit(fastmath=FAST, nogil=True)(_attend)
     # Where there is no place to write, every process compiles anew.

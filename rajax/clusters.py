@@ -82,7 +82,8 @@ class Exam:
         seen = np.exp(self.log_seen[k].ravel() - top[:, 0])
         rank = (estimates / (seen + estimates.sum(1))[:, None]).reshape(groups, number, -1).sum(0) * spreads
         if self.retrieved < rank.shape[1]:
-            limit = np.partition(rank, -self.retrieved - 1, axis=1)[:, -self.retrieved - 1 : -self.retrieved]
+            first_left = rank.shape[1] - self.retrieved - 1
+            limit = np.partition(rank, first_left, axis=1)[:, first_left : first_left + 1]
             left = np.tile(rank <= limit, (groups, 1))
         else:
             left = np.zeros(estimates.shape, bool)

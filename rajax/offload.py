@@ -111,6 +111,8 @@ def _attend_to_all(retrieval: RetrievalConfig) -> RetrievalConfig:
 
 
 def _wave(retrieval: RetrievalConfig) -> type[BufferedWave] | type[HostWave]:
-    """Where clusters are ranked: on the device, which keeps hot ones, or on the host, where they lie."""
+    """Where attention is chosen: on the device, which keeps hot clusters, or on the host, where they lie."""
+    if retrieval.key_codes:
+        return HostWave
     on_device = jax.default_backend() != "cpu" if retrieval.wave_buffer is None else retrieval.wave_buffer
     return BufferedWave if on_device else HostWave

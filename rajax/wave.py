@@ -168,7 +168,8 @@ class Wave(abc.ABC):
     def _exam(self, queries: jax.Array, log_seen: jax.Array) -> Exam | None:
         if not self.whole_heads:
             return None
-        return Exam(np.asarray(queries), np.asarray(log_seen), self.max_clusters, self.corrections)
+        retrieved = 0 if self.retrieval.key_codes else self.max_clusters
+        return Exam(np.asarray(queries), np.asarray(log_seen), retrieved, self.corrections)
 
     def corrections(self, spreads: np.ndarray) -> np.ndarray:
         """What is added to the logarithm of an estimate, for spreads [...]."""

@@ -17,21 +17,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
-from rajax.cluster_attention import HALVES, compiled, wait, warm_up
+from rajax import cluster_attention, code_attention, key_codes
+from rajax.cluster_attention import compiled
 from rajax.clusters import Blocks, ClusterStore, NewClusters
+from rajax.coded_layer import CodedLayer
+from rajax.exact_attention import HALVES
 from rajax.handles import by_handle
+from rajax.host_layer import HostLayer, bits
 from rajax.kernels import Partial, merge
-from rajax.kernels.host_call import CORES, filled_by_host, workers
+from rajax.kernels.host_call import filled_by_host, workers
 from rajax.kernels.nearest_center import CHUNK
 from rajax.kernels.row_products import TOGETHER
 from rajax.models.wave import CLUSTERS_PER_GROUP, SelectionRule, corrections, group_labels
 from rajax.wave import Wave, log_counts
-
-WORTH_A_THREAD = 1 << 18
-"""Numbers in a layer's means, and in its keys in no cluster, from which on its heads are shared out to threads."""
 
 OPEN_P = 0.9
 """The clusters of as few groups are looked at as leave a share of 1 - OPEN_P of the groups' ranks to the others."""
@@ -48,11 +48,6 @@ WHOLE_KEYS = 4096
 _group_labels = jax.jit(group_labels)
 
 
-def bits(a: np.ndarray) -> np.ndarray:
-    """An array as compiled code reads it: bfloat16 as its bits, float32 as it is."""
-    return a.view(np.uint16) if a.dtype == ml_dtypes.bfloat16 else a
-
-
 class Groups(NamedTuple):
     """Groups of clusters like one another, [2 K, n, ...]: what `cluster_attention` reads in place of them."""
 
@@ -63,7 +58,7 @@ class Groups(NamedTuple):
     ends: np.ndarray
 
 
-class LayerClusters:
+class LayerClusters(HostLayer):
     """The clusters of one layer and sequence: what `cluster_attention` reads.
 
     Args:
@@ -88,7 +83,7 @@ class LayerClusters:
         none = np.zeros((shape[0], 0, width), np.float32)
         self.groups = [Groups(none, none, rows, rows, np.zeros((shape[0], 0), np.int64))]
         """Of each call of `adopt`, after none at all."""
-        self._compiled = compiled(width)
+        self.compiled = compiled(width)
         share = -1.0 if rule.share is None else rule.share
         least_open, most_open = (LEAST_OPEN, MOST_OPEN) if rule.share is None else (places, places)
         self._settings = (
@@ -106,14 +101,8 @@ class LayerClusters:
         self.used = 0
         """Places taken so far in each half."""
         self._dealt = 0
-        self.held = 0
-        """Keys, of all heads together."""
 
     def adopt(self, new: NewClusters, whole: np.ndarray, root: np.ndarray) -> None:
-        """Takes clusters over; heads that are `whole` [K] attend to all their keys instead.
-
-        `root` [K, H, H] are the coordinates in which the spreads are measured.
-        """
         new, ends = _grouped(new, root)
         # The next half's turn: neither may get more than the other.
         first, number = self._dealt % HALVES, new.sizes.shape[1]
@@ -183,7 +172,7 @@ class LayerClusters:
         means, mean_values, masses, importances, ends = (
             np.concatenate(parts, axis=1) for parts in zip(*self.groups, strict=True)
         )
-        self._group_count = ends.shape[1]
+        group_count = ends.shape[1]
         # As many more as are read together.
         means, mean_values = (
             np.pad(a, ((0, 0), (0, TOGETHER), (0, 0))).astype(self.means.dtype) for a in (means, mean_values)
@@ -192,35 +181,13 @@ class LayerClusters:
         tables = self.log_masses, self.importances, self.starts, self.sizes
         groups = means, mean_values, masses, importances, ends
         arrays = self.means, self.mean_values, *tables, *groups, self._blocks.keys, self._blocks.values
-        self._arrays = *map(bits, arrays), self.apart
-        self._size = self.means.size + int(np.diff(self.apart).sum()) * self.means.shape[2]
+        self.arguments = *map(bits, arrays), self.apart, group_count, *self._settings
+        self.size = self.means.size + int(np.diff(self.apart).sum()) * self.means.shape[2]
 
-    def attend(self, queries: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """Writes the partials of queries [K, G, H] over all clusters to out [2 K, G, H + 2]: numerators,
-        denominators, maxima.
-
-        Returns [2 K, 5] integers: the clusters retrieved, the keys attended to, the means of clusters and groups looked
-        at, and the cycles of ranking and of attending.
-        """
-        counts = np.empty((len(out), 5), np.int64)
-
-        turns, failures = np.zeros(2, np.int64), []
-
-        def work() -> None:
-            try:
-                self._compiled(turns, queries, *self._arrays, self._group_count, *self._settings, counts, out)
-            except BaseException as failure:
-                failures.append(failure)
-                turns[1] += len(out)  # nobody shall wait for this one
-
-        if self._size >= WORTH_A_THREAD:
-            for _ in range(min(CORES, len(out)) - 1):
-                workers().submit(work)
-        work()
-        wait(turns, len(out))
-        if failures:
-            raise failures[0]
-        return counts
+    @property
+    def index_bytes(self) -> int:
+        tables = self.log_masses, self.importances, self.starts, self.sizes, self.apart
+        return sum(a.nbytes for a in (self.means, self.mean_values, *tables))
 
 
 def _grouped(new: NewClusters, root: np.ndarray) -> tuple[NewClusters, np.ndarray]:
@@ -276,22 +243,28 @@ class HostWaveStore(ClusterStore):
 
     Args:
       groups: query heads per key/value head.
+      coded: whether every key is looked at by its codes.
       store: the arguments of `ClusterStore`.
     """
 
-    def __init__(self, *, groups: int, **store: Any):
-        self.groups = groups
-        self.layers: list[list[LayerClusters]] = []
+    def __init__(self, *, groups: int, coded: bool, **store: Any):
+        self.groups, self.coded = groups, coded
+        self.layers: list[list[HostLayer]] = []
         """By layer and sequence."""
         self.counters = HostWaveCounters()
         super().__init__(**store)
         # While the prompt is prefilled: it takes seconds where it was never done before.
         dtype = bits(np.zeros(0, store["dtype"])).dtype
-        self._builders.submit(warm_up, store["head_dim"], dtype)
+        for warm_up in (code_attention.warm_up, key_codes.warm_up) if coded else (cluster_attention.warm_up,):
+            self._builders.submit(warm_up, store["head_dim"], dtype)
 
     def make_room(self, places: int, rule: SelectionRule) -> None:
         """Makes room for so many clusters per layer, sequence and half head."""
-        self.layers = [[LayerClusters(blocks, places, rule) for blocks in layer] for layer in self.blocks]
+
+        def layer_of(blocks: Blocks) -> HostLayer:
+            return CodedLayer(blocks, HALVES * places) if self.coded else LayerClusters(blocks, places, rule)
+
+        self.layers = [[layer_of(blocks) for blocks in layer] for layer in self.blocks]
 
     def attend(self, layer: int, active: np.ndarray, queries: np.ndarray, out: np.ndarray) -> None:
         """Writes the partials of queries [B, K, G, H] to out [B, 2 K, G, H + 2]; of no keys where not `active`."""
@@ -326,12 +299,7 @@ class HostWaveStore(ClusterStore):
     @property
     def index_bytes(self) -> int:
         """Bytes of the clusters' means and tables."""
-        return sum(
-            a.nbytes
-            for layer in self.layers
-            for c in layer
-            for a in (c.means, c.mean_values, c.log_masses, c.importances, c.starts, c.sizes, c.apart)
-        )
+        return sum(c.index_bytes for layer in self.layers for c in layer)
 
     def close(self) -> None:
         super().close()
@@ -413,7 +381,9 @@ class HostWave(Wave):
     def make_store(self, capacity: Sequence[int]) -> HostWaveStore:
         if self.retrieval.rank_by == "bound":
             raise ValueError("rank_by='bound' is for the device's buffer only: set wave_buffer=True")
-        return HostWaveStore(groups=self.groups, **self.store_settings(capacity))
+        return HostWaveStore(
+            groups=self.groups, coded=self.retrieval.key_codes, **self.store_settings(capacity)
+        )
 
     def begin(self, formed: dict[tuple[int, int], NewClusters], in_prompts: int, rule: SelectionRule) -> None:
         # Each time that clusters are taken over, a half may be left with an empty place.
@@ -429,9 +399,14 @@ class HostWave(Wave):
             whole = (misjudged[sequence] > 0) & np.isin(
                 np.arange(misjudged[sequence].size).reshape(self.layers, -1), worst
             )
-            for layer in range(self.layers):
-                if (layer, sequence) in formed:
-                    self._adopt(layer, sequence, formed[layer, sequence], whole[layer])
+            # Each layer in a thread of its own: codes are learned and written without Python's lock.
+            adopted = [
+                workers().submit(self._adopt, layer, sequence, formed[layer, sequence], whole[layer])
+                for layer in range(self.layers)
+                if (layer, sequence) in formed
+            ]
+            for future in adopted:
+                future.result()
 
     def add(self, sequence: int, first: int, formed: Sequence[NewClusters]) -> None:
         for layer, new in enumerate(formed):

@@ -121,8 +121,8 @@ def test_yarn_where_the_depth_needs_it_and_no_kl_without_dense(checkpoint, tmp_p
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--attention", "dense,sparse"], ["unknown attention 'sparse'", "dense, exact, scann, wave"]),
-        (["--attention", ""], ["unknown attention ''"]),
+        (["--attention", "dense,sparse"], ["--attention takes dense, exact, scann, wave", "found 'sparse'"]),
+        (["--attention", ""], ["found ''"]),
         (["-d", "0"], ["a depth must be at least 1 token, found 0"]),
         (["-d", "2048,many"], ["--depth must be whole numbers separated by commas", "2048,many"]),
         (["-d", ""], ["no depth to measure"]),

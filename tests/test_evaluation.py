@@ -20,6 +20,7 @@ from rajax.evaluation import infinitebench, perplexity, report, ruler, score, su
 from rajax.evaluation import run as loop
 from rajax.evaluation.sample import Sample, Task, make
 from rajax.haystack import prose
+from rajax.retrieval import parse_attentions
 
 RETRIEVAL = "scann:sink_tokens=2:window=8", "wave:sink_tokens=2:window=8"
 ATTENTION = ",".join(("dense", *RETRIEVAL))
@@ -478,7 +479,7 @@ def test_answers_are_those_of_generate(finished, checkpoint, tasks, tokenizer):
     params = rajax.load(checkpoint)
     recorded = outcomes(finished)[0]["attentions"]
     tokens = make(tasks["niah_single_1"], 1100, 0, seed=0, tokenizer=tokenizer, chat=True).tokens
-    attentions = loop.parse_attentions(ATTENTION)
+    attentions = parse_attentions(ATTENTION)
     alone = {
         name: rajax.generate(params, tokens, max_new_tokens=128, retrieval=retrieval).tokens[0]
         for name, retrieval in attentions.items()
@@ -675,7 +676,7 @@ def test_perplexity_is_that_of_the_logits(checkpoint, tmp_path):
     logits = rajax.logits(params, tokens)[0]
     shifted = logits - logits.max(1, keepdims=True)
     loss = (np.log(np.exp(shifted).sum(1)) - shifted[np.arange(90), np.roll(tokens, -1)])[:-1]
-    attentions = loop.parse_attentions("dense,exact:sink_tokens=2:window=8:top_k=512")
+    attentions = parse_attentions("dense,exact:sink_tokens=2:window=8:top_k=512")
     rows = perplexity.perplexity(params, tokens, attentions, prompt=20, bucket=40)
     assert [(r["start"], r["end"], r["tokens"]) for r in rows[::2]] == [(20, 60, 40), (60, 90, 30)]
     for row in rows:

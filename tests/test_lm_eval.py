@@ -17,6 +17,7 @@ from rajax.convert import convert
 from rajax.evaluation import run as loop
 from rajax.evaluation.sample import Prompt, Task, make
 from rajax.evaluation.score import string_match_all
+from rajax.retrieval import parse_attentions
 
 lm_eval = pytest.importorskip("lm_eval")
 from rajax.evaluation import lm_eval as adapter  # noqa: E402 - only where lm_eval is there
@@ -65,7 +66,7 @@ def test_a_local_task_has_the_same_numbers_as_rajax_eval(attention, checkpoint, 
         [task],
         [200],
         4,
-        loop.parse_attentions(attention),
+        parse_attentions(attention),
         tmp_path,
         [],
         seed=0,

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from numba import njit
 
-from rajax.kernels.row_products import TOGETHER, add_rows, score_rows
-from rajax.wave_host import bits
+from rajax.host_layer import bits
+from rajax.kernels.row_products import TOGETHER, add_picked, add_rows, score_picked, score_rows
 
 
 @njit
@@ -17,6 +17,16 @@ def scored(queries, rows, start, stop, width, scores, at):
 @njit
 def added(weights, at, rows, first, width, sums):
     add_rows(weights, at, rows, first, width, sums)
+
+
+@njit
+def scored_picked(queries, rows, picked, width, scores):
+    score_picked(queries, rows, picked, width, scores)
+
+
+@njit
+def added_picked(weights, rows, picked, width, sums):
+    add_picked(weights, rows, picked, width, sums)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
@@ -38,4 +48,15 @@ def test_scores_and_sums_of_rows(heads, width, dtype):
     sums = draw.standard_normal((heads, width)).astype(np.float32)
     expected = sums + weights[:, 3:7].astype(np.float64) @ exact[11:15]
     added(weights, 3, bits(rows), 11, width, sums)
+    np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-5)
+
+    picked = draw.integers(0, len(rows), 12)
+    scores = np.full((heads, 13), np.nan, np.float32)
+    scored_picked(queries, bits(rows), picked, width, scores)
+    np.testing.assert_allclose(scores[:, :12], queries @ exact[picked].T, rtol=1e-5, atol=1e-5)
+    assert np.isnan(scores[:, 12]).all()
+
+    weights = draw.standard_normal((heads, 12)).astype(np.float32)
+    expected = sums + weights.astype(np.float64) @ exact[picked]
+    added_picked(weights, bits(rows), picked, width, sums)
     np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-5)

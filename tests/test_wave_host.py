@@ -11,9 +11,9 @@ import pytest
 from random_llama import random_llama, random_tokens
 
 import rajax
-from rajax import wave_host
-from rajax.cluster_attention import HALVES
+from rajax import host_layer, wave_host
 from rajax.clusters import Blocks, NewClusters
+from rajax.exact_attention import HALVES
 from rajax.kernels import Partial, finish, merge
 from rajax.models.wave import BLOCK_KEYS, Clusters, SelectionRule, attend_blocks, second_order, select
 from rajax.session import Session, prefill
@@ -267,8 +267,8 @@ def test_threads_change_nothing(monkeypatch):
     clusters.adopt(new, np.zeros(3, bool), identity(3, 16))
     queries = draw(13, 3, 3, 16)
     alone, _ = attend(clusters, queries)
-    monkeypatch.setattr(wave_host, "WORTH_A_THREAD", 0)
-    monkeypatch.setattr(wave_host, "CORES", 4)
+    monkeypatch.setattr(host_layer, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(host_layer, "CORES", 4)
     shared, _ = attend(clusters, queries)
     np.testing.assert_array_equal(finish(shared), finish(alone))
 

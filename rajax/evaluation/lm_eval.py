@@ -24,10 +24,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from rajax.checkpoint import load
-from rajax.evaluation.run import parse_attentions
 from rajax.generation import stream
 from rajax.models import Llama
-from rajax.retrieval import RetrievalConfig
+from rajax.retrieval import RetrievalConfig, parse_attentions
 from rajax.session import Session, prefill
 from rajax.tokenizer import load_tokenizer
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from rajax.evaluation.run import DENSE, Record
+from rajax.evaluation.run import Record
 from rajax.evaluation.score import interval
+from rajax.retrieval import DENSE
 
 Row = dict[str, Any]
 """`suite`, `task`, `length`, `attention`, `samples`, `score` (0 to 100), `failed` and, where there is a dense answer

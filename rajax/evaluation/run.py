@@ -22,7 +22,6 @@ import numpy as np
 
 from rajax.evaluation.sample import Task, make
 from rajax.generation import Generation, decode
-from rajax.index import INDEXES
 from rajax.interrupt import interrupt
 from rajax.models import Llama
 from rajax.report import write
@@ -31,7 +30,6 @@ from rajax.sampling import Sampling
 from rajax.session import Session, prefill
 from rajax.tokenizer import Tokenizer
 
-DENSE = "dense"
 SETTINGS, SAMPLES = "settings.json", "samples.jsonl"
 
 Attentions = Mapping[str, RetrievalConfig | None]
@@ -39,40 +37,6 @@ Attentions = Mapping[str, RetrievalConfig | None]
 Record = dict[str, Any]
 """A sample's line in samples.jsonl: `task`, `length`, `index`, `depth`, `references`, `prompt_tokens`,
 `prompt_sha256`, and `attentions`: by name `answer`, `score`, `seconds` and `statistics`, or `error`."""
-
-
-def parse_attentions(text: str) -> dict[str, RetrievalConfig | None]:
-    """Attentions from "dense,scann,wave:top_p=0.95:max_clusters=80": indexes, with settings of `RetrievalConfig`.
-
-    Raises:
-      ValueError: an unknown index or setting, or one named twice.
-    """
-    found: dict[str, RetrievalConfig | None] = {}
-    for name in text.split(","):
-        index, *settings = name.strip().split(":")
-        if index != DENSE and index not in INDEXES:
-            raise ValueError(
-                f"--attention takes {', '.join([DENSE, *sorted(INDEXES)])}, comma between; found {index!r}"
-            )
-        if name.strip() in found:
-            raise ValueError(f"--attention names {name.strip()!r} twice")
-        if index == DENSE:
-            if settings:
-                raise ValueError(f"--attention: dense attention has no settings, found {name.strip()!r}")
-            found[DENSE] = None
-            continue
-        chosen: dict[str, Any] = {}
-        names = [field.name for field in dataclasses.fields(RetrievalConfig) if field.name != "index"]
-        for setting in settings:
-            key, _, value = setting.partition("=")
-            if key not in names:
-                raise ValueError(f"--attention: {key!r} is no setting; there are {', '.join(names)}")
-            try:
-                chosen[key] = json.loads(value)
-            except ValueError:
-                chosen[key] = value
-        found[name.strip()] = RetrievalConfig(index=index, **chosen)
-    return found
 
 
 # --- a run's folder

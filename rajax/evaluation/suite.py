@@ -12,10 +12,11 @@ from typing import Any
 
 from rajax.checkpoint import CHECKSUMS, load, read_config
 from rajax.evaluation import infinitebench, report, ruler
-from rajax.evaluation.run import Record, evaluate, failed, open_run, parse_attentions
+from rajax.evaluation.run import Record, evaluate, failed, open_run
 from rajax.evaluation.sample import Task, make
 from rajax.haystack import prose
 from rajax.report import write
+from rajax.retrieval import parse_attentions
 from rajax.tokenizer import Tokenizer, load_tokenizer
 
 SUITES = "ruler", "infinitebench"

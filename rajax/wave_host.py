@@ -27,7 +27,7 @@ from rajax.exact_attention import HALVES
 from rajax.handles import by_handle
 from rajax.host_layer import HostLayer, bits
 from rajax.kernels import Partial, merge
-from rajax.kernels.host_call import filled_by_host, workers
+from rajax.kernels.host_call import filled_by_host
 from rajax.kernels.nearest_center import CHUNK
 from rajax.kernels.row_products import TOGETHER
 from rajax.models.wave import CLUSTERS_PER_GROUP, SelectionRule, corrections, group_labels
@@ -266,6 +266,21 @@ class HostWaveStore(ClusterStore):
 
         self.layers = [[layer_of(blocks) for blocks in layer] for layer in self.blocks]
 
+    def adopt_all(
+        self,
+        sequence: int,
+        layers: Sequence[int],
+        formed: Sequence[NewClusters],
+        whole: np.ndarray,
+        roots: Sequence[np.ndarray],
+    ) -> None:
+        """Has `layers` of a sequence take clusters over, as `HostLayer.adopt`."""
+        adopt = [self.layers[layer][sequence].adopt for layer in layers]
+        # Codes are learned and written without Python's lock. Groups are formed by JAX, which has threads of its own.
+        in_turn = self._builders.map if self.coded else map
+        for _ in in_turn(lambda take, *arguments: take(*arguments), adopt, formed, whole, roots):
+            pass
+
     def attend(self, layer: int, active: np.ndarray, queries: np.ndarray, out: np.ndarray) -> None:
         """Writes the partials of queries [B, K, G, H] to out [B, 2 K, G, H + 2]; of no keys where not `active`."""
         for sequence, clusters in enumerate(self.layers[layer]):
@@ -399,19 +414,13 @@ class HostWave(Wave):
             whole = (misjudged[sequence] > 0) & np.isin(
                 np.arange(misjudged[sequence].size).reshape(self.layers, -1), worst
             )
-            # Each layer in a thread of its own: codes are learned and written without Python's lock.
-            adopted = [
-                workers().submit(self._adopt, layer, sequence, formed[layer, sequence], whole[layer])
-                for layer in range(self.layers)
-                if (layer, sequence) in formed
-            ]
-            for future in adopted:
-                future.result()
+            layers = [layer for layer in range(self.layers) if (layer, sequence) in formed]
+            roots = [np.asarray(self._roots[layer][sequence]) for layer in layers]
+            self.store.adopt_all(
+                sequence, layers, [formed[i, sequence] for i in layers], whole[layers], roots
+            )
 
     def add(self, sequence: int, first: int, formed: Sequence[NewClusters]) -> None:
-        for layer, new in enumerate(formed):
-            self._adopt(layer, sequence, new, np.zeros(self.kv_heads, bool))
-
-    def _adopt(self, layer: int, sequence: int, new: NewClusters, whole: np.ndarray) -> None:
-        root = np.asarray(self._roots[layer][sequence])
-        self.store.layers[layer][sequence].adopt(new, whole, root)
+        roots = [np.asarray(layer[sequence]) for layer in self._roots]
+        none = np.zeros((self.layers, self.kv_heads), bool)
+        self.store.adopt_all(sequence, range(self.layers), formed, none, roots)

@@ -32,6 +32,7 @@ from rajax.exact_attention import (
     sum_of,
     top_of,
     touch_rows,
+    wait,
 )
 from rajax.kernels.code_sums import BLOCK, CENTROIDS, HIGHEST, first_bit, reaching, sum_codes, weigh_sums
 from rajax.kernels.row_products import TOGETHER, add_picked, add_rows, score_picked
@@ -313,4 +314,5 @@ def warm_up(width: int, dtype: np.dtype) -> None:
     codes, apart = np.zeros((0, 0, 0, 32), np.uint8), np.zeros((0, 0, 2), np.int64)
     tables = codes, rows, numbers, numbers, places, rows, rows, apart
     turns, counts = np.zeros(2, np.int64), np.zeros((0, 0), np.int64)
+    wait(turns, 0)
     compiled(width)(turns, floats, *book, *tables, counts, floats)

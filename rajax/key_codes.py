@@ -145,9 +145,8 @@ def _encode(points, centroids, first, codes):
         start += number
 
 
-def warm_up(width: int, dtype: np.dtype) -> None:
-    """Compiles what learns and writes codes; `dtype` is as in `code_attention.warm_up` and does not matter."""
-    del dtype
+def warm_up(width: int) -> None:
+    """Compiles what learns and writes codes, by some of a head dim."""
     keys = np.random.default_rng(0).standard_normal((CENTROIDS, width), np.float32)
     book = learn(keys, np.eye(width, dtype=np.float32))
     encode(book, keys, 0, np.zeros((1, len(book.centroids), BLOCK // 2), np.uint8))

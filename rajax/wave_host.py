@@ -255,8 +255,10 @@ class HostWaveStore(ClusterStore):
         super().__init__(**store)
         # While the prompt is prefilled: it takes seconds where it was never done before.
         dtype = bits(np.zeros(0, store["dtype"])).dtype
-        for warm_up in (code_attention.warm_up, key_codes.warm_up) if coded else (cluster_attention.warm_up,):
-            self._builders.submit(warm_up, store["head_dim"], dtype)
+        attention = code_attention if coded else cluster_attention
+        self._builders.submit(attention.warm_up, store["head_dim"], dtype)
+        if coded:
+            self._builders.submit(key_codes.warm_up, store["head_dim"])
 
     def make_room(self, places: int, rule: SelectionRule) -> None:
         """Makes room for so many clusters per layer, sequence and half head."""

@@ -1,6 +1,6 @@
 """One attention layer of Llama-3-8B's shape over a million keys: dense attention in XLA beside clusters on the host.
 
-    python benchmarks/layer.py --keys 32768 131072 1048576 --json OUT
+    python benchmarks/layer.py --keys 32768 131072 1048576 --json OUT [--key-codes]
 
 No model has so many keys at hand, so they come from a generator that imitates real ones: keys lie in groups of unequal
 size around centers, close to their neighbours in the text, and queries look at one group more than at the others. The
@@ -24,7 +24,9 @@ from rich.console import Console
 
 from rajax import RetrievalConfig, report
 from rajax.clusters import Blocks
+from rajax.coded_layer import CodedLayer
 from rajax.exact_attention import HALVES
+from rajax.host_layer import HostLayer
 from rajax.kernels import finish, partial_attention
 from rajax.models.wave import BLOCK_KEYS, SelectionRule, spherical_labels
 from rajax.wave_host import LayerClusters, join_halves
@@ -51,7 +53,7 @@ def head(k: int, count: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndar
     return keys, values, (wanted + noise) * np.float32(10 / HEAD_DIM)
 
 
-def cluster(count: int, seed: int) -> LayerClusters:
+def cluster(count: int, seed: int, key_codes: bool) -> HostLayer:
     """The layer as the host holds it: bfloat16, in clusters."""
     keys, values = (np.empty((KV_HEADS, count, HEAD_DIM), np.float32) for _ in range(2))
     for k in range(KV_HEADS):
@@ -62,17 +64,22 @@ def cluster(count: int, seed: int) -> LayerClusters:
     root = np.broadcast_to(
         np.eye(HEAD_DIM, dtype=np.float32) / np.sqrt(HEAD_DIM), (KV_HEADS, HEAD_DIM, HEAD_DIM)
     )
-    new = blocks.add(keys, values, labels, root, None, None, RetrievalConfig().outliers)
-    rule = SelectionRule("spread", None, 0.9, 8, 96)
-    clusters = LayerClusters(blocks, -(-new.sizes.shape[1] // HALVES), rule)
+    outliers = 0.0 if key_codes else RetrievalConfig().outliers
+    new = blocks.add(keys, values, labels, root, None, None, outliers)
+    places = new.sizes.shape[1]
+    clusters: HostLayer
+    if key_codes:
+        clusters = CodedLayer(blocks, places)
+    else:
+        clusters = LayerClusters(blocks, -(-places // HALVES), SelectionRule("spread", None, 0.9, 8, 96))
     clusters.adopt(new, np.zeros(KV_HEADS, bool), root)
     return clusters
 
 
-def measure(count: int, seed: int) -> dict[str, Any]:
+def measure(count: int, seed: int, key_codes: bool) -> dict[str, Any]:
     """One row."""
     start = time.perf_counter()
-    clusters = cluster(count, seed)
+    clusters = cluster(count, seed, key_codes)
     build_s = time.perf_counter() - start
     # Head by head, and drawn anew: all keys are in memory only once as float32.
     heads, drawn = [], []
@@ -129,11 +136,12 @@ def main() -> None:
     )
     parser.add_argument("--keys", type=int, nargs="+", default=[32768, 131072, 1048576])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--key-codes", action="store_true", help="as RetrievalConfig.key_codes")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     args = parser.parse_args()
     rows = []
     for count in args.keys:
-        rows.append(measure(count, args.seed))
+        rows.append(measure(count, args.seed, args.key_codes))
         if args.json:
             report.write(args.json, report.json_text(rows))
     columns = {

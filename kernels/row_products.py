@@ -77,7 +77,7 @@ def _fold(builder: Any, u: Any, v: Any) -> Any:
     return builder.fadd(picked(0), picked(1))
 
 
-def _totals(builder: Any, sums: list[Any]) -> Any:
+def totals_of(builder: Any, sums: list[Any]) -> Any:
     """A vector of the sums of four vectors."""
     a, b, c, d = sums
     total = _fold(builder, _fold(builder, a, b), _fold(builder, c, d))
@@ -142,7 +142,7 @@ def _scored(heads: int, *, picked: bool = False) -> Any:
                             _add_product(builder, query, row[j], builder.load(sums[i][j])), sums[i][j]
                         )
             for place, parts in zip(_places(call_of, 5, first_head, heads, at), sums, strict=True):
-                store(builder, _totals(builder, [builder.load(part) for part in parts]), place)
+                store(builder, totals_of(builder, [builder.load(part) for part in parts]), place)
             return context.get_dummy_value()
 
         whole = types.intp

@@ -1,11 +1,12 @@
-"""Attention over coded keys on the host, compiled: a look at every key, the best exactly, all others by their codes.
+"""Attention over coded keys on the host, compiled: ever finer looks at ever fewer keys, and an estimate of all others.
 
-A step sums what a small table has for each key's codes (`kernels.code_sums`), which is its score up to rounding. Keys
-that are promised more than `WORTH` of the attention are attended to exactly. The weights of all others are taken from
-their codes, and their values stand by the mean of their cluster: none is dropped.
+Every key has codes, and so has every cluster's mean. What a small table has for a mean's codes (`kernels.code_sums`)
+is the score of the mean, up to rounding. How far the scores of a cluster's keys are from it depends on the query, and
+is known from how the keys vary. Where one of them might be worth it, all are weighed by their own codes, and those that
+are `WORTH` it are attended to exactly. The values of all others stand by the mean of their cluster: none is dropped.
 
-Letters: `K` key/value heads, each in `HALVES`, `G` query heads per key/value head, `S` keys, `C` clusters of a head,
-`N` blocks of codes, `M` codes of a key, `W = 2 M` coordinates, `H` head dim.
+Letters: `K` key/value heads, each in `HALVES`, `G` query heads per key/value head, `S` keys, `P` clusters of half a
+head, `M` codes of a key, `W = 2 M` coordinates, `H` head dim.
 """
 
 from __future__ import annotations
@@ -18,23 +19,19 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from rajax.exact_attention import (
-    FAST,
-    HALVES,
-    NEGLIGIBLE,
-    SPAN,
-    add_to,
-    attend_to,
-    cycles,
-    exp,
-    padded,
-    score,
-    sum_of,
-    top_of,
-    touch_rows,
-    wait,
+from rajax.exact_attention import FAST, HALVES, add_to, cycles, exp, padded, sum_of, top_of, touch_rows, wait
+from rajax.kernels.code_sums import (
+    BLOCK,
+    CENTROIDS,
+    HIGHEST,
+    LINEAR,
+    first_bit,
+    fixed_point,
+    reaching,
+    sum_codes,
+    weigh_sums,
+    weight_of,
 )
-from rajax.kernels.code_sums import BLOCK, CENTROIDS, HIGHEST, first_bit, reaching, sum_codes, weigh_sums
 from rajax.kernels.row_products import TOGETHER, add_picked, add_rows, score_picked
 
 WORTH = np.float32(5e-4)
@@ -43,17 +40,29 @@ WORTH = np.float32(5e-4)
 MOST = 2048
 """Of half a head, at most: where more are worth it, those that are worth the most."""
 
-LIGHT = np.float32(1e-6)
+REACH = np.float32(2)
+"""A cluster's keys are looked at where one that is so many standard deviations from their mean would be worth it."""
+
+MOST_OPENED = 2048
+"""Clusters of half a head whose keys are, at most: of more, those with the most to spare."""
+
+LIGHT = np.float32(3e-5)
 """The mean values of four clusters with a smaller share of the attention are not read."""
 
-TO_BASE_2 = np.float32(np.log2(np.e))
-"""What scores are scaled by, so that their exponentials are powers of two."""
+AHEAD = 8
+"""The codes of a cluster's keys are asked for so many clusters before they are needed."""
+
+AT_ONCE = 64
+"""Keys that are picked from together."""
 
 
 @njit(fastmath=FAST)
-def _tabulate(queries, of_queries, centroids, errors, tables, scales, biases):
+def _tabulate(queries, of_queries, centroids, errors, variances, tables, scales, biases, deviations):
     """Tables [G, M, 16] of queries [G, H]: a key's score is scale [G] times what the tables have for its codes, plus
-    bias [G], which makes good as well what rounding takes from the mean of exponentials."""
+    bias [G], which makes good as well what rounding takes from the mean of exponentials. No key has a sum of 0.
+
+    Writes the standard deviations of scores in a cluster to deviations [G].
+    """
     width = of_queries.shape[1]
     turned, products = np.empty(width, np.float32), np.empty((len(centroids), CENTROIDS), np.float32)
     for g in range(len(queries)):
@@ -72,63 +81,165 @@ def _tabulate(queries, of_queries, centroids, errors, tables, scales, biases):
             widest = max(widest, high - low)
             for c in range(CENTROIDS):
                 products[m, c] -= low
-        scale = max(widest / np.float32(HIGHEST), np.float32(1e-20))
+        scale = max(widest / np.float32(HIGHEST - 1), np.float32(1e-20))
+        inverse = np.float32(1) / scale
         for m in range(len(centroids)):
+            least = np.float32(1.5) if m == 0 else np.float32(0.5)
             for c in range(CENTROIDS):
-                tables[g, m, c] = np.uint8(products[m, c] / scale + np.float32(0.5))
+                tables[g, m, c] = np.uint8(np.int32(products[m, c] * inverse + least))
         # As `models.wave.second_order`: the mean of exponentials exceeds that of their mean.
-        variance = scale * scale * np.float32(len(centroids) / 12)
+        variance, apart = scale * scale * np.float32(len(centroids) / 12), np.float32(0)
         for w in range(width):
-            product = np.float32(0)
-            for x in range(width):
-                product += errors[w, x] * turned[x]
-            variance += product * turned[w]
+            variance += turned[w] * turned[w] * errors[w]
+            apart += turned[w] * turned[w] * variances[w]
+        deviations[g] = np.sqrt(apart)
         scales[g] = scale
-        biases[g] = bias + np.float32(0.5) * variance / (1 + variance / 4)
+        biases[g] = bias - scale + np.float32(0.5) * variance / (1 + variance / 4)
+
+
+@njit(fastmath={*FAST, "nnan"})
+def _weigh_means(tables, scales, biases, deviations, codes, log_counts, spreads, weights, tops, hopes):
+    """Estimates of clusters' masses from their means' codes [P / 16, M / 4, 32], relative to tops [G]: weights [G, P].
+
+    log_counts, spreads: [P], of how many keys, -inf of none; and how many times deviations [G] their scores differ.
+    Writes to hopes [P] the logarithm of how many times `WORTH` a key of each might be, to the best of the query heads.
+    """
+    heads, number = weights.shape
+    sums, reaches = np.empty((heads, number), np.uint16), np.empty(number, np.float32)
+    for block in range(len(codes)):
+        sum_codes(tables, codes, block, BLOCK, sums, BLOCK * block)
+    hopes[:] = -np.inf
+    one, two, quarter = np.float32(1), np.float32(2), np.float32(0.25)  # whole numbers would make it float64
+    for g in range(heads):
+        row = weights[g]
+        top = np.float32(-np.inf)
+        for c in range(number):
+            mean = scales[g] * np.float32(sums[g, c]) + biases[g]
+            deviation = deviations[g] * spreads[c]
+            # `models.wave.second_order`.
+            damped = two / (one + quarter * deviation * deviation)
+            row[c] = mean + log_counts[c] + two - damped
+            reaches[c] = mean + REACH * deviation
+            top = row[c] if row[c] > top else top
+        tops[g] = top
+        total = np.float32(0)
+        for c in range(number):
+            row[c] = exp(row[c] - top)
+            total += row[c]
+        worth = top + np.log(WORTH * total)
+        for c in range(number):
+            hope = reaches[c] - worth
+            hopes[c] = hope if hope > hopes[c] else hopes[c]
 
 
 @njit
-def _highest(sums, first, last):
-    """The largest of sums[first:last]; 0 of none."""
+def _open(hopes, log_counts, opened):
+    """Writes the clusters with any hope to opened, at most `MOST_OPENED`; returns how many."""
+    limit, count = np.float32(0), MOST_OPENED + 1
+    while count > MOST_OPENED:
+        count = 0
+        for c in range(len(hopes)):
+            opened[count] = c
+            count += hopes[c] > limit and log_counts[c] > -np.inf
+        limit += np.float32(0.5)
+    return count
+
+
+@njit
+def _highest(row, count):
+    """The largest of row[:count]; 0 of none."""
     top = np.uint16(0)
-    for i in range(first, last):
-        top = max(top, sums[i])
+    for i in range(count):
+        top = max(top, row[i])
     return top
 
 
-@njit(fastmath=FAST)
-def _weigh_clusters(sums, starts, sizes, offset, scale, top, weights):
-    """Writes the sum of exp(scale (sum - top)) over each cluster to weights; returns the sum of those."""
-    everything, at = np.float32(0), np.int64(sums.ctypes.data) + 2 * offset
-    scale *= TO_BASE_2
-    for c in range(len(starts)):
-        weights[c] = weigh_sums(at + 2 * starts[c], sizes[c], scale, top)  # type: ignore[call-arg]
-        everything += weights[c]
-    return everything
-
-
 @njit
-def _pick(sums, limits, start, stop, offset, starts, sizes, owner, chosen, count):
-    """Appends those of keys start .. stop - 1 of which a sum reaches its limit to chosen [3, *]: their places, their
-    clusters' numbers, `owner` on, and where their sums are.
+def _pick(sums, limits, count, picked):
+    """Writes the numbers of those of `count` keys of which a sum [G, *] reaches its limit [G] to picked.
 
-    Returns how many there are then; no more than there is room for.
+    Returns how many there are, at most as many as there is room for.
     """
-    c = 0
-    for first in range(start, stop, BLOCK):
+    number = 0
+    for first in range(0, count, AT_ONCE):
         bits: Any = np.uint64(0)
         for g in range(len(limits)):
-            bits |= reaching(sums[g, offset + first :].ctypes.data, limits[g])  # type: ignore[call-arg]
-        while bits and count < chosen.shape[1]:
-            row = first + first_bit(bits)  # type: ignore[call-arg]
+            bits |= reaching(sums[g, first:].ctypes.data, limits[g])  # type: ignore[call-arg]
+        while bits:
+            if number == len(picked):
+                return number
+            picked[number] = first + first_bit(bits)  # type: ignore[call-arg]
             bits &= bits - np.uint64(1)
-            if row >= stop:
-                break
-            while starts[c] + sizes[c] <= row:
-                c += 1
-            chosen[0, count], chosen[1, count], chosen[2, count] = row, owner + c, offset + row
-            count += 1
+            number += 1
+    return number
+
+
+@njit(fastmath=FAST)
+def _look(tables, scales, biases, codes, opened, sizes, tops, weights, picked):
+    """Weighs the keys of clusters number opened [n] by their codes [P, M / 4, 32], and picks those that are worth it.
+
+    weights: [G, P], the clusters' estimates, relative to tops [G]; those of the clusters that are opened become what
+      their keys have, without the keys that are picked. All become relative to new tops.
+    picked: [2, *] int64, where to write clusters and numbers within them.
+
+    Returns how many are picked.
+    """
+    heads, number = len(tables), len(opened)
+    room = (number + TOGETHER - 1) // TOGETHER * TOGETHER
+    sums = np.zeros((heads, BLOCK * room), np.uint16)
+    lines = codes.reshape(len(codes), -1)
+    for i in range(number):
+        if i + AHEAD < number:
+            touch_rows(lines, opened[i + AHEAD], opened[i + AHEAD] + 1, lines.shape[1])
+        sum_codes(tables, codes, opened[i], sizes[opened[i]], sums, BLOCK * i)
+    near, limits = np.empty(room, np.float32), np.empty(heads, np.uint16)
+    highest, shifts, factors = np.empty((3, heads), np.uint16)
+    units = np.empty(heads, np.float32)
+    for g in range(heads):
+        highest[g] = _highest(sums[g], BLOCK * number)
+        shifts[g], factors[g] = fixed_point(scales[g])
+        for i in range(0, room, TOGETHER):
+            at, to = sums[g, BLOCK * i :].ctypes.data, near[i:].ctypes.data
+            weigh_sums(at, highest[g], shifts[g], factors[g], to)  # type: ignore[call-arg]
+        row = weights[g]
+        there = scales[g] * np.float32(highest[g]) + biases[g]
+        top = max(there, tops[g])
+        less, unit = exp(tops[g] - top), exp(there - top)
+        tops[g], units[g] = top, unit / np.float32(LINEAR)
+        for c in range(len(row) if less < 1 else 0):
+            row[c] *= less
+        for i in range(number):
+            row[opened[i]] = units[g] * near[i]
+        # The sum from which on a key is worth it.
+        limit = np.float32(highest[g]) + np.log(WORTH * sum_of(row) / unit) / scales[g]
+        limits[g] = np.uint16(min(max(np.ceil(limit), np.float32(1)), np.float32(65535)))
+    count = _pick(sums, limits, BLOCK * number, picked[0])
+    while count == picked.shape[1]:
+        for g in range(heads):
+            more = min(1 + np.float32(0.5) / scales[g], np.float32(65535))
+            limits[g] = min(limits[g] + np.int64(more), 65535)
+        count = _pick(sums, limits, BLOCK * number, picked[0])
+    for i in range(count):
+        which = picked[0, i]
+        cluster = opened[which // BLOCK]
+        picked[0, i], picked[1, i] = cluster, which % BLOCK
+        for g in range(heads):
+            taken = units[g] * weight_of(sums[g, which], highest[g], shifts[g], factors[g])
+            weights[g, cluster] = max(weights[g, cluster] - taken, np.float32(0))
     return count
+
+
+@njit(fastmath=FAST)
+def _estimate(weights, mean_values, width, sums, totals):
+    """Adds mean values [P, H], weighted by weights [G, P], to sums [G, H]; writes the sums of weights to totals [G]."""
+    for g in range(len(totals)):
+        totals[g] = sum_of(weights[g])
+    for c in range(0, weights.shape[1], TOGETHER):
+        heavy = False
+        for g in range(len(totals)):
+            heavy |= sum_of(weights[g, c : c + TOGETHER]) > LIGHT * totals[g]
+        if heavy:
+            add_rows(weights, c, mean_values, c, width, sums)
 
 
 @njit(fastmath=FAST)
@@ -165,14 +276,17 @@ def compiled(width: int) -> Callable[..., None]:
         of_queries,
         centroids,
         errors,
+        variances,
+        mean_codes,
+        log_counts,
+        spreads,
         codes,
         mean_values,
         starts,
         sizes,
-        spans,
+        blocks,
         keys,
         values,
-        apart,
         counts,
         out,
     ):
@@ -183,120 +297,63 @@ def compiled(width: int) -> Callable[..., None]:
         Args:
           turns: [2] int64, half heads that were begun and that are done, shared by the threads that work on them.
           queries: [K, G, H] float32, scaled.
-          of_queries, centroids, errors: each head's `key_codes.Codebook`, [K, H, W], [K, M, 16, 2], [K, W, W].
-          codes: [K, N, M, 32] uint8, of keys in the order of their places.
-          mean_values: [K, C, H], float32 or the bits of bfloat16.
-          starts, sizes: [K, C] int32, the places of each cluster's keys, and how many there are.
-          spans: [2 K, n, 4] int64, clusters from one to before another, and likewise their keys, which have no gaps.
+          of_queries, centroids, errors: each head's `key_codes.Codebook`, [K, H, W], [K, M, 16, 2], [K, W].
+          variances: [K, W], of the coordinates of a cluster's keys.
+          mean_codes: [2 K, P / 16, M / 4, 32] uint8, of the clusters' means.
+          log_counts: [2 K, P] float32, the logarithms of numbers of keys; -inf for no cluster.
+          spreads: [2 K, P] float32, how many times as far as usual the keys of a cluster are from their mean.
+          codes: [2 K, P, M / 4, 32] uint8, of each cluster's keys.
+          mean_values: [2 K, P, H], float32 or the bits of bfloat16.
+          starts, sizes: [2 K, P] int32, the place of each cluster's first key, and how many there are, at most 16.
+          blocks: how many of the P / 16 there are so far.
           keys, values: [K, S, H], ordered by cluster, like the mean values.
-          apart: [2 K, n, 2] int64, keys from one to before another that are attended to without being in clusters.
-          counts: [2 K, 5] int64, where to write the keys that were chosen, all those attended to exactly, those looked
-            at, and the cycles that looking and attending took.
+          counts: [2 K, 5] int64, where to write the clusters that were opened, the keys attended to exactly, the codes
+            looked at, and the cycles that looking and attending took.
           out: [2 K, G, H + 2] float32, where to write numerator, denominator and max of the query heads.
         """
-        heads = out.shape[1]
-        scores = np.empty((heads, max(SPAN, MOST)), np.float32)
-        quads = np.empty(scores.shape[1] // TOGETHER, np.int64)
-        chosen = np.empty((3, MOST), np.int64)
+        heads, number = out.shape[1], BLOCK * blocks
+        scores = np.empty((heads, MOST), np.float32)
         tables = np.empty((heads, centroids.shape[1], CENTROIDS), np.uint8)
-        scales, biases = np.empty(heads, np.float32), np.empty(heads, np.float32)
-        limits = np.empty(heads, np.uint16)
-        # Of each span: what is added to a key's place, or to a cluster's number, to find its sum and its weight.
-        offsets, owners = np.empty(spans.shape[1], np.int64), np.empty(spans.shape[1], np.int64)
+        scales, biases, deviations = np.empty((3, heads), np.float32)
+        weights, hopes = np.empty((heads, number), np.float32), np.empty(number, np.float32)
+        opened, picked = np.empty(number + 1, np.int64), np.empty((2, MOST), np.int64)
         while True:
             half: Any = add_to(turns.ctypes.data, 1)  # type: ignore[call-arg]
             if half >= len(out):
                 break
             began: Any = cycles()
             k = half // HALVES
-            number, places, looked_at = 0, 0, 0
-            for i in range(spans.shape[1]):
-                first, last, start, stop = spans[half, i]
-                offsets[i], owners[i] = places - start // BLOCK * BLOCK, number - first
-                places += (stop + BLOCK - 1) // BLOCK * BLOCK - start // BLOCK * BLOCK
-                number += last - first
-                looked_at += stop - start
-            sums = np.empty((heads, places + BLOCK), np.uint16)
-            weights = np.zeros((heads, number + TOGETHER), np.float32)
-            tops, totals = np.zeros(heads, np.float32), np.zeros(heads, np.float32)
-            _tabulate(queries[k], of_queries[k], centroids[k], errors[k], tables, scales, biases)
-            for i in range(spans.shape[1]):
-                start, stop = spans[half, i, 2], spans[half, i, 3]
-                begin, end = start // BLOCK, (stop + BLOCK - 1) // BLOCK
-                sum_codes(tables, codes[k], begin, end, sums, offsets[i] + begin * BLOCK)
-                for g in range(heads):
-                    top = _highest(sums[g], offsets[i] + start, offsets[i] + stop)
-                    tops[g] = max(tops[g], np.float32(top))
-            for i in range(spans.shape[1]):
-                first, last = spans[half, i, 0], spans[half, i, 1]
-                these, those, owner = starts[k, first:last], sizes[k, first:last], owners[i] + first
-                for g in range(heads):
-                    totals[g] += _weigh_clusters(
-                        sums[g], these, those, offsets[i], scales[g], tops[g], weights[g, owner:]
-                    )
-            # Which keys are worth it.
-            worth, count = WORTH, MOST if number else 0
-            while count == MOST:
-                for g in range(heads):
-                    limit = tops[g] + np.log(worth * totals[g]) / scales[g]
-                    limits[g] = np.uint16(max(np.ceil(limit), np.float32(1)))
-                count = 0
-                for i in range(spans.shape[1]):
-                    first, last, start, stop = spans[half, i]
-                    these, those, owner = starts[k, first:last], sizes[k, first:last], owners[i] + first
-                    count = _pick(sums, limits, start, stop, offsets[i], these, those, owner, chosen, count)
-                worth *= 2
-            attended = count
-            for i in range(count):
-                for g in range(heads):
-                    taken = exp(scales[g] * (np.float32(sums[g, chosen[2, i]]) - tops[g]))
-                    weights[g, chosen[1, i]] = max(weights[g, chosen[1, i]] - taken, np.float32(0))
-            for i in range(apart.shape[1]):
-                attended += apart[half, i, 1] - apart[half, i, 0]
-            ranked = cycles()
-
-            # All others, by their codes and the mean values of their clusters.
-            estimated, estimated_totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
-            for g in range(heads):
-                estimated_totals[g] = sum_of(weights[g])
-            for i in range(spans.shape[1]):
-                first, last = spans[half, i, 0], spans[half, i, 1]
-                for c in range(first, last, TOGETHER):
-                    at, heavy = owners[i] + c, False
-                    for g in range(heads):
-                        heavy |= sum_of(weights[g, at : at + TOGETHER]) > LIGHT * totals[g]
-                    if heavy and c + TOGETHER <= last:
-                        add_rows(weights, at, mean_values[k], c, width, estimated)
-                    elif heavy:  # what follows are the next span's
-                        four = np.zeros((heads, TOGETHER), np.float32)
-                        four[:, : last - c] = weights[:, at : at + last - c]
-                        add_rows(four, 0, mean_values[k], c, width, estimated)
-
-            exact, exact_totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
-            exact_tops = np.full(heads, -np.inf, np.float32)
-            state = exact, exact_totals, exact_tops
+            estimated, totals, tops = _nothing(heads, width)
+            exact = _nothing(heads, width)
+            n, count, looked = 0, 0, began
+            if sizes[half, :number].any():
+                book = of_queries[k], centroids[k], errors[k], variances[k]
+                _tabulate(queries[k], *book, tables, scales, biases, deviations)
+                here = mean_codes[half, :blocks], log_counts[half], spreads[half]
+                _weigh_means(tables, scales, biases, deviations, *here, weights, tops, hopes)
+                n = _open(hopes, log_counts[half], opened)
+                if n:
+                    these = codes[half], opened[:n], sizes[half]
+                    count = _look(tables, scales, biases, *these, tops, weights, picked)
+                looked = cycles()
+                _estimate(weights, mean_values[half], width, estimated, totals)
             if count:
-                picked = chosen[0, : padded(count)]
-                picked[count:] = picked[0]
-                _attend_to_picked(queries[k], keys[k], values[k], picked, count, width, scores, *state)
-            least_read = NEGLIGIBLE / max(attended, 1)
-            # The keys that are in no cluster.
-            for i in range(apart.shape[1]):
-                for start in range(apart[half, i, 0], apart[half, i, 1], SPAN):
-                    stop = min(start + SPAN, apart[half, i, 1])
-                    score(queries[k], keys[k], start, stop, width, scores, quads, 0)
-                    attend_to(scores, quads, padded(stop - start), values[k], width, least_read, *state)
+                rows = picked[0, : padded(count)]
+                for i in range(count):
+                    rows[i] = starts[half, rows[i]] + picked[1, i]
+                rows[count:] = rows[0]
+                _attend_to_picked(queries[k], keys[k], values[k], rows, count, width, scores, *exact)
+            exactly, exact_totals, exact_tops = exact
             for g in range(heads):
-                there = biases[g] + scales[g] * tops[g] if number else np.float32(-np.inf)
-                top = max(there, exact_tops[g])
+                top = max(tops[g], exact_tops[g])
                 reference = top if top > -np.inf else np.float32(0)
-                by_code, exactly = exp(there - reference), exp(exact_tops[g] - reference)
+                by_code, other = exp(tops[g] - reference), exp(exact_tops[g] - reference)
                 for h in range(width):
-                    out[half, g, h] = by_code * estimated[g, h] + exactly * exact[g, h]
-                out[half, g, width] = by_code * estimated_totals[g] + exactly * exact_totals[g]
+                    out[half, g, h] = by_code * estimated[g, h] + other * exactly[g, h]
+                out[half, g, width] = by_code * totals[g] + other * exact_totals[g]
                 out[half, g, width + 1] = top
-            counts[half, 0], counts[half, 1], counts[half, 2] = count, attended, looked_at
-            counts[half, 3], counts[half, 4] = ranked - began, cycles() - ranked
+            counts[half, 0], counts[half, 1], counts[half, 2] = n, count, number + BLOCK * n if number else 0
+            counts[half, 3], counts[half, 4] = looked - began, cycles() - looked
             add_to(turns[1:].ctypes.data, 1)
 
     function = njit(fastmath=FAST, nogil=True)(_attend)
@@ -306,13 +363,20 @@ def compiled(width: int) -> Callable[..., None]:
     return function
 
 
+@njit(inline="always")
+def _nothing(heads, width):
+    """The partial of no keys: sums [G, H], totals [G] and tops [G]."""
+    sums, totals = np.zeros((heads, width), np.float32), np.zeros(heads, np.float32)
+    return sums, totals, np.full(heads, -np.inf, np.float32)
+
+
 def warm_up(width: int, dtype: np.dtype) -> None:
     """Compiles `_attend` for a head dim and the keys' dtype, by a call for no heads."""
     floats, rows = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0, width), dtype)
-    numbers, places = np.zeros((0, 0), np.int32), np.zeros((0, 0, 4), np.int64)
-    book = floats, np.zeros((0, 0, CENTROIDS, 2), np.float32), floats
-    codes, apart = np.zeros((0, 0, 0, 32), np.uint8), np.zeros((0, 0, 2), np.int64)
-    tables = codes, rows, numbers, numbers, places, rows, rows, apart
+    numbers, table = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
+    book = floats, np.zeros((0, 0, CENTROIDS, 2), np.float32), table, table
+    codes = np.zeros((0, 0, 0, 32), np.uint8)
+    clusters = codes, table, table, codes, rows, numbers, numbers, 0
     turns, counts = np.zeros(2, np.int64), np.zeros((0, 0), np.int64)
     wait(turns, 0)
-    compiled(width)(turns, floats, *book, *tables, counts, floats)
+    compiled(width)(turns, floats, *book, *clusters, rows, rows, counts, floats)

@@ -5,7 +5,7 @@ Each pair is rounded to the nearest of 16 centroids: a key of 64 numbers is 32 c
 
 NumPy and Numba only: threads of the host do this while JAX runs.
 
-Letters: `S` keys, `H` head dim, `W` coordinates, `M = W / 2` codes of a key, `N` blocks of keys.
+Letters: `S` keys, `H` head dim, `W` coordinates, `M = W / 2` codes of a key, `N` blocks of `code_sums.BLOCK` keys.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit
 
 from rajax.kernels import vectors
-from rajax.kernels.code_sums import BLOCK, CENTROIDS, place_in_block
+from rajax.kernels.code_sums import CENTROIDS, CODES, place_in_block
 
 WIDTH = 2
 """Coordinates of a code."""
@@ -29,6 +29,9 @@ SAMPLE = 4096
 ITERATIONS = 10
 """Rounds of k-means."""
 
+TOGETHER = 64
+"""Keys whose codes are found together."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Codebook:
@@ -38,7 +41,7 @@ class Codebook:
       to_coordinates: [H, W] float32; a key's coordinates are its product with this.
       of_queries: [H, W] float32; a score is the product of the query's coordinates with the key's.
       centroids: [M, 16, 2] float32.
-      errors: [W, W] float32, the second moment of what rounding takes from the coordinates.
+      errors: [W] float32, the second moments of what rounding takes from the coordinates.
     """
 
     to_coordinates: np.ndarray
@@ -48,8 +51,8 @@ class Codebook:
 
 
 def coordinates(head_dim: int) -> int:
-    """W: as many as make an even number of codes."""
-    return -(-head_dim // (2 * WIDTH)) * 2 * WIDTH
+    """W: as many as make a multiple of `CODES` codes."""
+    return -(-head_dim // (CODES * WIDTH)) * CODES * WIDTH
 
 
 def learn(keys: np.ndarray, root: np.ndarray) -> Codebook:
@@ -69,14 +72,16 @@ def learn(keys: np.ndarray, root: np.ndarray) -> Codebook:
     centroids = np.empty((len(here) // WIDTH, CENTROIDS, WIDTH), np.float32)
     rounded = np.empty_like(here)
     _compiled(_learn)(here, centroids, rounded)
-    apart = here - rounded
-    return Codebook(to_coordinates, of_queries, centroids, apart @ apart.T / here.shape[1])
+    return Codebook(to_coordinates, of_queries, centroids, ((here - rounded) ** 2).mean(1))
 
 
-def encode(book: Codebook, keys: np.ndarray, first: int, codes: np.ndarray) -> None:
-    """Writes keys [S, H] float32 as numbers first, first + 1, ... into packed codes [N, M, 32]; see `code_sums`."""
+def encode(
+    book: Codebook, keys: np.ndarray, blocks: np.ndarray, places: np.ndarray, codes: np.ndarray
+) -> None:
+    """Writes the codes of keys [S, H] float32, each at its place [S] of its block [S], to codes [N, M / 4, 32]; see
+    `code_sums`."""
     points = np.ascontiguousarray((keys @ book.to_coordinates).T)
-    _compiled(_encode)(points, book.centroids, first, codes)
+    _compiled(_encode)(points, book.centroids, blocks.astype(np.int64), places.astype(np.int64), codes)
 
 
 @functools.cache
@@ -129,24 +134,22 @@ def _learn(points, centroids, rounded):
                 rounded[WIDTH * m + w, i] = centroids[m, which[i], w]
 
 
-def _encode(points, centroids, first, codes):
-    """The codes of points [W, S] as those of keys first, first + 1, ... of codes [N, M, 32]."""
-    best, which = np.empty(BLOCK, np.float32), np.zeros(BLOCK, np.int32)
-    start = 0
-    while start < points.shape[1]:
-        block, at = (first + start) // BLOCK, (first + start) % BLOCK
-        number = min(BLOCK - at, points.shape[1] - start)
+def _encode(points, centroids, blocks, places, codes):
+    best, which = np.empty(TOGETHER, np.float32), np.zeros(TOGETHER, np.int32)
+    for start in range(0, points.shape[1], TOGETHER):
+        number = min(TOGETHER, points.shape[1] - start)
         for m in range(len(centroids)):
             _nearest(points, m, start, number, centroids, best, which)
             for i in range(number):
-                place, high = place_in_block(at + i)
-                old = codes[block, m, place]
-                codes[block, m, place] = old & 15 | which[i] << 4 if high else old & 240 | which[i]
-        start += number
+                four, place, high = place_in_block(m, places[start + i])
+                block = blocks[start + i]
+                old = codes[block, four, place]
+                codes[block, four, place] = old & 15 | which[i] << 4 if high else old & 240 | which[i]
 
 
 def warm_up(width: int) -> None:
     """Compiles what learns and writes codes, by some of a head dim."""
     keys = np.random.default_rng(0).standard_normal((CENTROIDS, width), np.float32)
     book = learn(keys, np.eye(width, dtype=np.float32))
-    encode(book, keys, 0, np.zeros((1, len(book.centroids), BLOCK // 2), np.uint8))
+    places = np.arange(CENTROIDS)
+    encode(book, keys, 0 * places, places, np.zeros((1, len(book.centroids) // 4, 32), np.uint8))

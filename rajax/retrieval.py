@@ -21,8 +21,8 @@ HOST_DTYPES = "bfloat16", "float32"
 OF_SEARCHES = "top_k", "target_error", "leaves_searched", "routes", "summary", "exact_below", "recall_steps"
 """Settings that mean nothing where clusters are retrieved whole."""
 
-OF_RANKING = "retrieved_share", "top_p", "min_clusters", "max_clusters", "rank_by"
-"""Settings that mean something only where clusters are ranked."""
+OF_RANKING = "retrieved_share", "top_p", "min_clusters", "max_clusters", "rank_by", "outliers", "whole_heads"
+"""Settings that mean something only where clusters are retrieved whole."""
 
 OF_WAVES = (
     *OF_RANKING,
@@ -65,11 +65,12 @@ class RetrievalConfig:
       wave_buffer: with "wave", who ranks clusters and attends. True: the device, which has their means and a cache of
         hot ones, and is handed the others (RetroInfer, section 4.3). False: the host, where they lie, in compiled
         code. None, the default: the host where the device is a CPU, whose memory is the host's; elsewhere the device.
-      key_codes: with "wave" on the host, whether every key has four-bit codes, one for two numbers, that tell its score
-        up to rounding (product quantization). Then a key is attended to exactly where its codes promise it more than
-        0.0005 of the attention, and all others are estimated from theirs, instead of clusters being ranked by their
-        means: `retrieved_share`, `top_p`, `min_clusters`, `max_clusters` and `rank_by` mean nothing. On SmolLM2 with
-        32,768 tokens and YaRN for 131,072 the KL from dense attention is an eighth, and a step takes a fifth longer.
+      key_codes: with "wave" on the host, whether every key, and every cluster's mean, has four-bit codes, one for two
+        numbers, that tell its score up to rounding (product quantization). Clusters of which a key might be worth it
+        are looked at key by key, and a key is attended to exactly where its codes promise it more than 0.0005 of the
+        attention; all others are estimated. Clusters are not retrieved whole, so `retrieved_share`, `top_p`,
+        `min_clusters`, `max_clusters`, `rank_by`, `outliers` and `whole_heads` mean nothing. On SmolLM2 with 32,768
+        tokens and YaRN for 131,072 the KL from dense attention is an eighth, and a step takes no longer.
       host_dtype: with "wave", of keys, values and means in host memory: "bfloat16" or "float32".
       block_cache: with such a buffer, the size of the device's cache of hot clusters, as a share of the KV; 0.05 as in
         RetroInfer, section 4.3.

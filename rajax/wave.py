@@ -81,7 +81,9 @@ class Wave(abc.ABC):
         share = retrieval.whole_heads
         if share is None:
             share = self.whole_share(int(self.starts.max()) - self.zone.sinks)
-        self.clustered = retrieval.outliers < 1
+        self.outliers = 0.0 if retrieval.key_codes else retrieval.outliers
+        """The share of every head's keys that are in no cluster."""
+        self.clustered = self.outliers < 1
         """Whether there are clusters at all."""
         self.whole_heads = round(share * self.layers * self.kv_heads)
         """Places for heads that are kept whole."""
@@ -160,16 +162,13 @@ class Wave(abc.ABC):
         else:
             labels = np.zeros(k.shape[:2], np.int32)
             lesson = labels, np.asarray(self._roots[layer][sequence]), None, None
-        self._forming[layer, sequence] = self.store.put(
-            layer, sequence, k, v, *lesson, self.retrieval.outliers
-        )
+        self._forming[layer, sequence] = self.store.put(layer, sequence, k, v, *lesson, self.outliers)
         return no_clusters(self.kv_heads, self.head_dim, keys.dtype)
 
     def _exam(self, queries: jax.Array, log_seen: jax.Array) -> Exam | None:
         if not self.whole_heads:
             return None
-        retrieved = 0 if self.retrieval.key_codes else self.max_clusters
-        return Exam(np.asarray(queries), np.asarray(log_seen), retrieved, self.corrections)
+        return Exam(np.asarray(queries), np.asarray(log_seen), self.max_clusters, self.corrections)
 
     def corrections(self, spreads: np.ndarray) -> np.ndarray:
         """What is added to the logarithm of an estimate, for spreads [...]."""
@@ -227,7 +226,7 @@ class Wave(abc.ABC):
                 clustered=self.clustered,
             )
             arrays = (np.asarray(a) for a in (keys, values, labels, root))
-            updates.append(self.store.put(layer, sequence, *arrays, None, None, self.retrieval.outliers))
+            updates.append(self.store.put(layer, sequence, *arrays, None, None, self.outliers))
             return cache
         del self._updates[sequence]
         self.add(sequence, self._columns[sequence], [future.result() for future in updates])

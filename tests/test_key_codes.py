@@ -14,54 +14,59 @@ from random_llama import random_llama, random_tokens
 import rajax
 from rajax import code_attention, host_layer, key_codes
 from rajax.clusters import Blocks
-from rajax.code_attention import MOST, WORTH
+from rajax.code_attention import AT_ONCE, MOST, MOST_OPENED, REACH, WORTH
 from rajax.coded_layer import CodedLayer
 from rajax.exact_attention import HALVES
 from rajax.kernels import Partial, code_sums, finish
 from rajax.kernels.code_sums import BLOCK, CENTROIDS, HIGHEST
+from rajax.kernels.row_products import TOGETHER
 from rajax.models.wave import BLOCK_KEYS
 from rajax.wave_host import join_halves
 
 
 @njit
-def summed(tables, codes, first, stop, sums, at):
-    code_sums.sum_codes(tables, codes, first, stop, sums, at)
+def summed(tables, codes, block, size, sums, at):
+    code_sums.sum_codes(tables, codes, block, size, sums, at)
 
 
 @njit
-def summed_plainly(tables, codes, first, stop, sums, at):
-    for block in range(first, stop):
-        code_sums._sum_plainly(tables, codes, block, sums, at + BLOCK * (block - first))
+def summed_plainly(tables, codes, block, size, sums, at):
+    code_sums._sum_plainly(tables, codes, block, size, sums, at)
 
 
-@pytest.mark.parametrize("number", [2, 10, 32, 64])
-@pytest.mark.parametrize("heads", [1, 2, 3, 5])
+@pytest.mark.parametrize("number", [8, 40, 64])
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("compiled", [summed, summed_plainly])
 def test_sums_of_codes(compiled, heads, number):
     draw = np.random.default_rng(heads * number)
-    codes = draw.integers(0, 256, (5, number, BLOCK // 2)).astype(np.uint8)
+    codes = draw.integers(0, 256, (5, number // 4, 32)).astype(np.uint8)
     tables = draw.integers(0, HIGHEST + 1, (heads, number, CENTROIDS)).astype(np.uint8)
     tables[0] = HIGHEST  # the largest sum that there can be
-    sums = np.full((heads, 4 * BLOCK), 7, np.uint16)
-    compiled(tables, codes, 2, 5, sums, BLOCK // 2)
-    wanted = code_sums.sum_codes_reference(tables, codes)
-    np.testing.assert_array_equal(sums[:, BLOCK // 2 : 7 * BLOCK // 2], wanted[:, 2 * BLOCK :])
-    assert (sums[:, : BLOCK // 2] == 7).all()
-    assert (sums[:, 7 * BLOCK // 2 :] == 7).all()
-    assert wanted[0, 0] == number * HIGHEST
+    wanted = code_sums.sum_codes_reference(tables, codes).reshape(heads, 5, BLOCK)
+    for block, size in ((0, BLOCK), (3, 1), (4, 11)):
+        sums = np.full((heads, 40), 7, np.uint16)
+        compiled(tables, codes, block, size, sums, 12)
+        np.testing.assert_array_equal(sums[:, 12 : 12 + size], wanted[:, block, :size])
+        assert (sums[:, 12 + size : 12 + BLOCK] == 0).all()
+        assert (np.delete(sums, np.s_[12 : 12 + BLOCK], axis=1) == 7).all()
+    assert wanted[0, 0, 0] == number * HIGHEST
+
+
+def places_of(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys that fill blocks one after the other."""
+    return np.arange(count) // BLOCK, np.arange(count) % BLOCK
 
 
 def rounded(book: key_codes.Codebook, codes: np.ndarray) -> np.ndarray:
-    """The coordinates [64 N, W] that codes [N, M, 32] stand for: what a table of each coordinate finds."""
-    number = codes.shape[1]
+    """The coordinates [16 N, W] that codes [N, M / 4, 32] stand for: what a table of each coordinate finds."""
+    number = 4 * codes.shape[1]
     columns = []
     for m in range(number):
-        for w in range(key_codes.WIDTH):
-            # A centroid's number, found by a table that counts from 0, tells its coordinate.
-            table = np.zeros((1, number, CENTROIDS), np.uint8)
-            table[0, m] = np.arange(CENTROIDS)
-            columns.append(book.centroids[m, code_sums.sum_codes_reference(table, codes)[0], w])
-    return np.stack(columns, axis=1)
+        # A centroid's number, found by a table that counts from 0, tells its coordinates.
+        table = np.zeros((1, number, CENTROIDS), np.uint8)
+        table[0, m] = np.arange(CENTROIDS)
+        columns.append(book.centroids[m, code_sums.sum_codes_reference(table, codes)[0]])
+    return np.concatenate(columns, axis=1)
 
 
 @pytest.mark.parametrize("width", [3, 8, 10, 64])
@@ -73,9 +78,10 @@ def test_codes_name_the_nearest_centroids(width):
     root = np.linalg.qr(draw.standard_normal((width, width)))[0] * np.linspace(1, 2, width)
     root = (root @ root.T).astype(np.float32)
     book = key_codes.learn(keys, root)
-    codes = np.full((6, len(book.centroids), BLOCK // 2), 0xA5, np.uint8)
-    key_codes.encode(book, keys[:100], 7, codes)
-    key_codes.encode(book, keys[100:], 107, codes)
+    codes = np.full((20, len(book.centroids) // 4, 32), 0xA5, np.uint8)
+    blocks, places = places_of(307)
+    key_codes.encode(book, keys[:100], blocks[7:107], places[7:107], codes)
+    key_codes.encode(book, keys[100:], blocks[107:], places[107:], codes)
     got, points = rounded(book, codes), keys @ book.to_coordinates
     pairs = points.reshape(len(keys), -1, 1, key_codes.WIDTH)
     nearest = ((pairs - book.centroids) ** 2).sum(-1).min(-1).sum(-1)
@@ -85,9 +91,8 @@ def test_codes_name_the_nearest_centroids(width):
     np.testing.assert_array_equal(np.delete(got, np.s_[7:307], 0), np.delete(before, np.s_[7:307], 0))
     queries = draw.standard_normal((9, width)).astype(np.float32)
     np.testing.assert_allclose((queries @ book.of_queries) @ points.T, queries @ keys.T, rtol=1e-3, atol=1e-3)
-    apart = points - got[7:307]
-    np.testing.assert_allclose(book.errors, apart.T @ apart / len(keys), atol=1e-3)
-    assert np.trace(book.errors) < 0.2 * (points**2).mean(0).sum()
+    np.testing.assert_allclose(book.errors, ((points - got[7:307]) ** 2).mean(0), atol=1e-3)
+    assert book.errors.sum() < 0.2 * (points**2).mean(0).sum()
 
 
 def test_codes_of_keys_that_are_all_alike():
@@ -97,30 +102,71 @@ def test_codes_of_keys_that_are_all_alike():
     np.testing.assert_allclose(book.errors, 0, atol=1e-10)
 
 
-def test_weights_of_clusters_and_keys_picked():
-    """Of keys that do not begin where their sums do."""
-    draw = np.random.default_rng(0)
-    sizes = draw.integers(1, 17, 50).astype(np.int32)
-    starts = (1000 + np.cumsum(sizes) - sizes).astype(np.int32)
-    count, offset = int(sizes.sum()), 40 - 1000
-    sums = np.full((2, 40 + count + BLOCK), 65535, np.uint16)  # what is beside them must not count
-    sums[:, 40 : 40 + count] = draw.integers(500, 1500, (2, count))
-    weights = np.full(50, np.nan, np.float32)
-    total = code_attention._weigh_clusters(sums[0], starts, sizes, offset, np.float32(0.02), 1500.0, weights)
-    wanted = np.exp(0.02 * (sums[0, 40 : 40 + count] - 1500.0))
-    np.testing.assert_allclose(weights, np.add.reduceat(wanted, starts - 1000), rtol=3e-4)
-    np.testing.assert_allclose(total, wanted.sum(), rtol=3e-4)
+@njit
+def weights_of(sums, top, scale, weights):
+    shift, factor = code_sums.fixed_point(scale)
+    for i in range(0, len(weights), TOGETHER):
+        at, to = sums[BLOCK * i :].ctypes.data, weights[i:].ctypes.data
+        code_sums.weigh_sums(at, top, shift, factor, to)
 
-    limits = np.array([1400, 1450], np.uint16)
-    wanted = np.flatnonzero((sums[:, 40 : 40 + count] >= limits[:, None]).any(0))
+
+@njit
+def weight_of_each(sums, top, scale, weights):
+    shift, factor = code_sums.fixed_point(scale)
+    for i in range(len(sums)):
+        weights[i] = code_sums.weight_of(sums[i], top, shift, factor)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-5, 0.003, 0.05, 1.0, 90.0, 1e4, 1e9])
+def test_weights_of_sums(scale):
+    """A whole block's at once, and one by one."""
+    sums = np.random.default_rng(0).integers(1, 2000, 12 * BLOCK).astype(np.uint16)
+    sums[: 5 * BLOCK : 3] = 0
+    sums[::5] = 2000
+    weights, each = np.full(12, np.nan, np.float32), np.full(12 * BLOCK, np.nan, np.float32)
+    weights_of(sums, np.uint16(2000), np.float32(scale), weights)
+    weight_of_each(sums, np.uint16(2000), np.float32(scale), each)
+    np.testing.assert_allclose(weights, each.reshape(12, BLOCK).sum(1), rtol=1e-6)
+    wanted = np.where(sums, np.exp(scale * (sums.astype(np.float64) - 2000)), 0)
+    assert (each[sums == 0] == 0).all()
+    # A straight line from each power of two to the next.
+    assert (each[sums > 0] >= 0.99 * wanted[sums > 0]).all()
+    assert (each[sums > 0] <= 1.08 * wanted[sums > 0] + 2e-38).all()
+
+
+def test_the_line_is_as_much_too_high_as_is_said():
+    sums = np.arange(1, 40000).astype(np.uint16)
+    each = np.zeros(len(sums), np.float32)
+    weight_of_each(sums, np.uint16(40000), np.float32(1e-3), each)
+    ratio = each / np.exp(1e-3 * (sums - 40000.0))
+    assert ratio.mean() == pytest.approx(code_sums.LINEAR, rel=5e-3)
+
+
+def test_keys_picked():
+    sums = np.random.default_rng(0).integers(1, 1500, (2, 5 * AT_ONCE)).astype(np.uint16)
+    count, limits = 5 * AT_ONCE - 7, np.array([1400, 1450], np.uint16)
+    sums[:, count:] = 0
+    wanted = np.flatnonzero((sums >= limits[:, None]).any(0))
     for room in (500, 20):
-        chosen = np.zeros((3, room), np.int64)
-        number = code_attention._pick(sums, limits, 1000, 1000 + count, offset, starts, sizes, 5, chosen, 0)
+        picked = np.zeros(room, np.int64)
+        number = code_attention._pick(sums, limits, count, picked)
         assert number == min(room, len(wanted))
-        places, owners, at = chosen[:, :number]
-        np.testing.assert_array_equal(places, 1000 + wanted[:number])
-        np.testing.assert_array_equal(at, 40 + wanted[:number])
-        np.testing.assert_array_equal(owners, 5 + np.searchsorted(starts, places, side="right") - 1)
+        np.testing.assert_array_equal(picked[:number], wanted[:number])
+
+
+def test_clusters_opened():
+    draw = np.random.default_rng(0)
+    hopes, log_counts = draw.normal(-1, 1, 20000).astype(np.float32), np.zeros(20000, np.float32)
+    log_counts[5::7] = -np.inf
+    opened = np.zeros(20001, np.int64)
+    few = code_attention._open(hopes[:1000], log_counts[:1000], opened)
+    wanted = np.flatnonzero((hopes > 0) & (log_counts == 0))
+    np.testing.assert_array_equal(opened[:few], wanted[wanted < 1000])
+    number = code_attention._open(hopes, log_counts, opened)
+    assert MOST_OPENED / 4 < number <= MOST_OPENED < len(wanted)
+    np.testing.assert_array_equal(
+        opened[:number], wanted[hopes[wanted] > 0.5 * np.ceil(2 * hopes[opened[:number]].min() - 1)]
+    )
 
 
 # --- attention
@@ -146,17 +192,15 @@ def keys_in_groups(
     return keys.astype(np.float32), values.astype(np.float32), labels, queries.astype(np.float32)
 
 
-def coded(
-    *arrays: np.ndarray, whole: Any = False, dtype: Any = np.float32, outliers: float = 0.0, cuts: Any = ()
-) -> tuple[Blocks, CodedLayer]:
+def coded(*arrays: np.ndarray, dtype: Any = np.float32, cuts: Any = ()) -> tuple[Blocks, CodedLayer]:
     """A layer that takes keys, values and labels in, from each of the cuts to the next."""
     heads, count, width = arrays[0].shape
     blocks = Blocks(heads, count, width, np.dtype(dtype), BLOCK_KEYS)
     layer = CodedLayer(blocks, 2 * count // 12 + count // 16 + 40)
     for first, last in zip((0, *cuts), (*cuts, count), strict=True):
         here = (a[:, first:last] for a in arrays)
-        new = blocks.add(*here, roots(heads, width), None, None, outliers)
-        layer.adopt(new, np.broadcast_to(whole, heads), roots(heads, width))
+        new = blocks.add(*here, roots(heads, width), None, None, 0.0)
+        layer.adopt(new, np.zeros(heads, bool), roots(heads, width))
     return blocks, layer
 
 
@@ -183,66 +227,63 @@ def error(got: Partial, wanted: np.ndarray) -> float:
 def test_attention_is_what_the_codes_tell(width, cuts):
     """Against the definition, written out, but for the tables' rounding."""
     keys, values, labels, queries = keys_in_groups(0, 2, 3001, width)
+    queries *= 2
     blocks, layer = coded(keys, values, labels, cuts=cuts)
     got, counts = attend(layer, queries)
     numerator, denominator = np.zeros(queries.shape), np.zeros(queries.shape[:2])
-    assert counts[:, 2].reshape(2, HALVES).sum(1).tolist() == [3001, 3001]
-    picks = 0
-    for k in range(2):
-        book = layer._books[k]
-        points = rounded(book, layer._codes[k])
+    picks, looks, clusters = 0, 0, 0
+    for half in range(2 * HALVES):
+        k = half // HALVES
+        book, there = layer._books[k], np.flatnonzero(layer._sizes[half])
         turned = queries[k] @ book.of_queries
-        variance = np.einsum("gw,wv,gv->g", turned, book.errors, turned)
-        estimates = turned @ points.T + (0.5 * variance / (1 + variance / 4))[:, None]
-        for spans in layer._spans[HALVES * k : HALVES * k + HALVES]:
-            rows = np.concatenate([np.arange(start, stop) for _, _, start, stop in spans])
-            clusters = np.concatenate([np.arange(first, last) for first, last, _, _ in spans])
-            weights = np.exp(estimates[:, rows])
-            exact = (weights > WORTH * weights.sum(1, keepdims=True)).any(0)
-            picks += exact.sum()
-            owners = np.repeat(clusters, layer._sizes[k, clusters])
-            left = np.where(exact, 0, weights)
-            scores = np.exp(queries[k] @ blocks.keys[k, rows[exact]].T)
-            numerator[k] += left @ layer._mean_values[k, owners] + scores @ blocks.values[k, rows[exact]]
-            denominator[k] += left.sum(1) + scores.sum(1)
-    assert counts[:, 0].sum() == pytest.approx(picks, rel=0.1)
+        variance = turned**2 @ book.errors
+        bias = (0.5 * variance / (1 + variance / 4))[:, None]
+        means = turned @ rounded(book, layer._mean_codes[half])[there].T + bias
+        sizes, starts = layer._sizes[half, there], layer._starts[half, there]
+        deviations = np.sqrt(turned**2 @ layer._variances[k])[:, None] * layer._spreads[half, there]
+        estimates = np.exp(means + 0.5 * deviations**2 / (1 + deviations**2 / 4)) * sizes
+        worth = WORTH * estimates.sum(1, keepdims=True)
+        opened = (np.exp(means + REACH * deviations) > worth).any(0)
+        owners = np.repeat(np.arange(len(there)), sizes)
+        within = np.arange(len(owners)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        points = rounded(book, layer._codes[half]).reshape(-1, BLOCK, turned.shape[1])
+        weights = np.exp(turned @ points[there[owners], within].T + bias) * opened[owners]
+        total = weights.sum(1) + (estimates * ~opened).sum(1)
+        exact = (weights > WORTH * total[:, None]).any(0)
+        rows = (starts[owners] + within)[exact]
+        values = layer._mean_values[half, there]
+        left, far = np.where(exact, 0, weights), estimates * ~opened
+        scores = np.exp(queries[k] @ blocks.keys[k, rows].T)
+        numerator[k] += left @ values[owners] + far @ values + scores @ blocks.values[k, rows]
+        denominator[k] += left.sum(1) + far.sum(1) + scores.sum(1)
+        picks, looks, clusters = picks + exact.sum(), looks + opened.sum(), clusters + len(there)
+    assert counts[:, 0].sum() == pytest.approx(looks, rel=0.05)
+    assert counts[:, 1].sum() == pytest.approx(picks, rel=0.1)
+    assert 0.1 * clusters < looks < 0.7 * clusters
     assert 100 < picks < 3000
     np.testing.assert_allclose(finish(got), numerator / denominator[..., None], atol=0.02)
     np.testing.assert_allclose(np.log(np.asarray(got.denominator)) + got.max, np.log(denominator), atol=0.02)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("outliers", [0.0, 0.05])
-def test_codes_are_near_dense(dtype, outliers):
+def test_codes_are_near_dense(dtype):
     keys, values, labels, queries = keys_in_groups(1, 3, 4000, 32)
     wanted = dense(queries, keys, values)
-    _, layer = coded(keys, values, labels, dtype=dtype, outliers=outliers, cuts=(3500, 3517))
+    _, layer = coded(keys, values, labels, dtype=dtype, cuts=(3500, 3517))
     got, counts = attend(layer, queries)
     assert error(got, wanted) < 0.03
     assert counts[:, 1].sum() < 0.5 * 3 * 4000
     assert layer.held == 3 * 4000
 
 
-@pytest.mark.parametrize("cuts", [(), (300, 420)], ids=str)
-def test_a_whole_head_is_dense_attention(cuts):
-    keys, values, labels, queries = keys_in_groups(2, 2, 500, 16)
-    _, layer = coded(keys, values, labels, whole=[True, False], cuts=cuts)
-    got, counts = attend(layer, queries)
-    wanted = dense(queries, keys, values)
-    np.testing.assert_allclose(finish(got)[0], wanted[0], atol=1e-4)
-    assert counts[:HALVES, 1].sum() == 500
-    assert counts[HALVES:, 1].sum() < 500
-
-
 def test_every_key_has_one_place():
-    """After a prompt and two updates, with outliers."""
+    """After a prompt and two updates."""
     keys, values, labels, _ = keys_in_groups(3, 2, 1000, 8)
-    _, layer = coded(keys, values, labels, outliers=0.1, cuts=(800, 817))
+    _, layer = coded(keys, values, labels, cuts=(800, 817))
     for k in range(2):
-        rows = [
-            np.arange(a, b) for row in layer._spans[HALVES * k : HALVES * k + HALVES] for _, _, a, b in row
-        ]
-        rows += [np.arange(a, b) for row in layer._apart[HALVES * k : HALVES * k + HALVES] for a, b in row]
+        here = np.s_[HALVES * k : HALVES * k + HALVES]
+        starts, sizes = layer._starts[here].ravel(), layer._sizes[here].ravel()
+        rows = [np.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
         np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(1000))
 
 
@@ -266,7 +307,7 @@ def test_more_keys_are_worth_it_than_there_is_room_for():
     arrays = keys.astype(np.float32), values.astype(np.float32), labels
     _, layer = coded(*arrays)
     got, counts = attend(layer, queries.astype(np.float32))
-    assert counts[:, 0].max() <= MOST
+    assert counts[:, 1].max() <= MOST
     assert np.abs(finish(got) - dense(queries, keys, values)).max() < 0.05
 
 
@@ -290,7 +331,7 @@ def test_no_query_and_no_keys():
 
 def test_threads_change_nothing(monkeypatch):
     keys, values, labels, queries = keys_in_groups(8, 3, 900, 16)
-    _, layer = coded(keys, values, labels, outliers=0.02)
+    _, layer = coded(keys, values, labels)
     alone, _ = attend(layer, queries)
     monkeypatch.setattr(host_layer, "WORTH_A_THREAD", 0)
     monkeypatch.setattr(host_layer, "CORES", 4)
@@ -302,7 +343,7 @@ def test_threads_change_nothing(monkeypatch):
 
 
 def settings(**changes: Any) -> rajax.RetrievalConfig:
-    usual = {"sink_tokens": 3, "window": 9, "update_every": 20, "host_dtype": "float32", "whole_heads": 0.0}
+    usual = {"sink_tokens": 3, "window": 9, "update_every": 20, "host_dtype": "float32"}
     return rajax.RetrievalConfig(index="wave", key_codes=True, **{**usual, **changes})
 
 
@@ -317,14 +358,6 @@ def test_a_request_is_near_dense_and_repeats():
     others = rajax.logits(model, text, ranked, decode_from=400)
     assert np.abs(got - wanted).mean() < 0.5 * np.abs(others - wanted).mean()
     np.testing.assert_array_equal(rajax.logits(model, text, settings(), decode_from=400), got)
-
-
-@pytest.mark.parametrize("changes", [{"whole_heads": 1.0}, {"outliers": 1.0}], ids=str)
-def test_everything_attended_to_equals_dense(changes):
-    model, (text,) = random_llama(21), random_tokens(21, 300)
-    # What is clustered later is in no whole head: all of it stays in the window.
-    got = rajax.logits(model, text, settings(update_every=100, **changes), decode_from=250)
-    np.testing.assert_allclose(got, rajax.logits(model, text), atol=1e-4)
 
 
 def test_a_prompt_that_offloads_nothing_grows():
@@ -343,6 +376,8 @@ def test_a_prompt_that_offloads_nothing_grows():
             "key_codes=True is for the host only: leave wave_buffer at None, or set it to False",
         ),
         ({"top_p": 0.5}, "top_p means nothing to key_codes=True: leave it at None"),
+        ({"outliers": 0.1}, "outliers means nothing to key_codes=True: leave it at 0.02"),
+        ({"whole_heads": 0.0}, "whole_heads means nothing to key_codes=True: leave it at None"),
         (
             {"max_clusters": 5, "min_clusters": 2},
             "min_clusters means nothing to key_codes=True: leave it at 8",

@@ -55,8 +55,8 @@ _LEAST = 1 << 7
 def place_in_block(m, j):
     """Where code m of key j of a block is, [M / 4, 32], and whether in the high half of the byte.
 
-    Each half of a register has its own table, so a byte's two halves are four codes apart by two. Sums are 16 bits
-    wide: those of even bytes come out together, and so do those of odd ones.
+    A byte holds codes m and m + 2. Each half of a register has its own table: the first half's bytes are of an even m,
+    the second's of an odd one. Sums are 16 bits wide: those of even bytes come out together, and so do those of odd.
     """
     return m // 4, m % 2 * 16 + j % 8 * 2 + j // 8, m % 4 >= 2
 

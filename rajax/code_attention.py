@@ -35,10 +35,10 @@ from rajax.kernels.code_sums import (
 from rajax.kernels.row_products import TOGETHER, add_picked, add_rows, score_picked
 
 WORTH = np.float32(5e-4)
-"""Keys with a larger share of the attention are attended to exactly."""
+"""Keys with a larger share of the attention to their half of the offloaded keys are attended to exactly."""
 
 MOST = 2048
-"""Of half a head, at most: where more are worth it, those that are worth the most."""
+"""Of half a head, fewer than this: where more are worth it, what a key must be worth is raised."""
 
 REACH = np.float32(2)
 """A cluster's keys are looked at where one that is so many standard deviations from their mean would be worth it."""
@@ -46,8 +46,14 @@ REACH = np.float32(2)
 MOST_OPENED = 2048
 """Clusters of half a head whose keys are, at most: of more, those with the most to spare."""
 
-LIGHT = np.float32(3e-5)
-"""The mean values of four clusters with a smaller share of the attention are not read."""
+LIGHT = np.float32(0.05)
+"""The mean values of four clusters are not read where they weigh less than this of what four weigh on average."""
+
+NOTHING = np.float32(1e-6)
+"""What is left of the estimate when those that were picked are taken out, where it is but rounding."""
+
+# Divided by zero, a number is infinite, as NumPy has it; to raise instead, a loop would have to look at each.
+_quick = functools.partial(njit, error_model="numpy")
 
 AHEAD = 8
 """The codes of a cluster's keys are asked for so many clusters before they are needed."""
@@ -56,7 +62,7 @@ AT_ONCE = 64
 """Keys that are picked from together."""
 
 
-@njit(fastmath=FAST)
+@_quick(fastmath=FAST)
 def _tabulate(queries, of_queries, centroids, errors, variances, tables, scales, biases, deviations):
     """Tables [G, M, 16] of queries [G, H]: a key's score is scale [G] times what the tables have for its codes, plus
     bias [G], which makes good as well what rounding takes from the mean of exponentials. No key has a sum of 0.
@@ -97,7 +103,7 @@ def _tabulate(queries, of_queries, centroids, errors, variances, tables, scales,
         biases[g] = bias - scale + np.float32(0.5) * variance / (1 + variance / 4)
 
 
-@njit(fastmath={*FAST, "nnan"})
+@_quick(fastmath={*FAST, "nnan"})
 def _weigh_means(tables, scales, biases, deviations, codes, log_counts, spreads, weights, tops, hopes):
     """Estimates of clusters' masses from their means' codes [P / 16, M / 4, 32], relative to tops [G]: weights [G, P].
 
@@ -141,7 +147,7 @@ def _open(hopes, log_counts, opened):
         for c in range(len(hopes)):
             opened[count] = c
             count += hopes[c] > limit and log_counts[c] > -np.inf
-        limit += np.float32(0.5)
+        limit += np.float32(0.5) + limit / 4
     return count
 
 
@@ -174,7 +180,7 @@ def _pick(sums, limits, count, picked):
     return number
 
 
-@njit(fastmath=FAST)
+@_quick(fastmath=FAST)
 def _look(tables, scales, biases, codes, opened, sizes, tops, weights, picked):
     """Weighs the keys of clusters number opened [n] by their codes [P, M / 4, 32], and picks those that are worth it.
 
@@ -203,15 +209,17 @@ def _look(tables, scales, biases, codes, opened, sizes, tops, weights, picked):
             weigh_sums(at, highest[g], shifts[g], factors[g], to)  # type: ignore[call-arg]
         row = weights[g]
         there = scales[g] * np.float32(highest[g]) + biases[g]
-        top = max(there, tops[g])
-        less, unit = exp(tops[g] - top), exp(there - top)
-        tops[g], units[g] = top, unit / np.float32(LINEAR)
-        for c in range(len(row) if less < 1 else 0):
-            row[c] *= less
+        if there > tops[g]:
+            less = exp(tops[g] - there)
+            for c in range(len(row)):
+                row[c] *= less
+            tops[g] = there
+        above = there - tops[g]
+        units[g] = exp(above) / np.float32(LINEAR)
         for i in range(number):
             row[opened[i]] = units[g] * near[i]
         # The sum from which on a key is worth it.
-        limit = np.float32(highest[g]) + np.log(WORTH * sum_of(row) / unit) / scales[g]
+        limit = np.float32(highest[g]) + (np.log(WORTH * sum_of(row)) - above) / scales[g]
         limits[g] = np.uint16(min(max(np.ceil(limit), np.float32(1)), np.float32(65535)))
     count = _pick(sums, limits, BLOCK * number, picked[0])
     while count == picked.shape[1]:
@@ -229,20 +237,23 @@ def _look(tables, scales, biases, codes, opened, sizes, tops, weights, picked):
     return count
 
 
-@njit(fastmath=FAST)
+@_quick(fastmath=FAST, inline="always")
 def _estimate(weights, mean_values, width, sums, totals):
     """Adds mean values [P, H], weighted by weights [G, P], to sums [G, H]; writes the sums of weights to totals [G]."""
+    number = weights.shape[1]
     for g in range(len(totals)):
         totals[g] = sum_of(weights[g])
-    for c in range(0, weights.shape[1], TOGETHER):
+    for c in range(0, number, TOGETHER):
         heavy = False
         for g in range(len(totals)):
-            heavy |= sum_of(weights[g, c : c + TOGETHER]) > LIGHT * totals[g]
+            row = weights[g]
+            four = row[c] + row[c + 1] + row[c + 2] + row[c + 3]
+            heavy |= four * np.float32(number) > np.float32(TOGETHER) * LIGHT * totals[g]
         if heavy:
             add_rows(weights, c, mean_values, c, width, sums)
 
 
-@njit(fastmath=FAST)
+@_quick(fastmath=FAST)
 def _attend_to_picked(queries, keys, values, picked, count, width, scores, sums, totals, tops):
     """Attends to keys [S, H] number picked[:count]: adds to sums [G, H], writes totals [G] relative to tops [G].
 
@@ -316,7 +327,7 @@ def compiled(width: int) -> Callable[..., None]:
         tables = np.empty((heads, centroids.shape[1], CENTROIDS), np.uint8)
         scales, biases, deviations = np.empty((3, heads), np.float32)
         weights, hopes = np.empty((heads, number), np.float32), np.empty(number, np.float32)
-        opened, picked = np.empty(number + 1, np.int64), np.empty((2, MOST), np.int64)
+        opened, picked = np.empty(number, np.int64), np.empty((2, MOST), np.int64)
         while True:
             half: Any = add_to(turns.ctypes.data, 1)  # type: ignore[call-arg]
             if half >= len(out):
@@ -337,6 +348,8 @@ def compiled(width: int) -> Callable[..., None]:
                     count = _look(tables, scales, biases, *these, tops, weights, picked)
                 looked = cycles()
                 _estimate(weights, mean_values[half], width, estimated, totals)
+                for g in range(heads):
+                    tops[g] = tops[g] if totals[g] > NOTHING else -np.inf
             if count:
                 rows = picked[0, : padded(count)]
                 for i in range(count):
@@ -352,11 +365,11 @@ def compiled(width: int) -> Callable[..., None]:
                     out[half, g, h] = by_code * estimated[g, h] + other * exactly[g, h]
                 out[half, g, width] = by_code * totals[g] + other * exact_totals[g]
                 out[half, g, width + 1] = top
-            counts[half, 0], counts[half, 1], counts[half, 2] = n, count, number + BLOCK * n if number else 0
+            counts[half, 0], counts[half, 1], counts[half, 2] = n, count, number + BLOCK * n
             counts[half, 3], counts[half, 4] = looked - began, cycles() - looked
             add_to(turns[1:].ctypes.data, 1)
 
-    function = njit(fastmath=FAST, nogil=True)(_attend)
+    function = _quick(fastmath=FAST, nogil=True)(_attend)
     # Where there is no place to write, every process compiles anew.
     with contextlib.suppress(RuntimeError):
         function.enable_caching()

@@ -86,21 +86,18 @@ class CodedLayer(HostLayer):
         half += HALVES * k
         there = self._sizes[half, place] > 0
         half, place = half[there], place[there]
-        if not len(half):
-            return
         starts, sizes = self._starts[half, place], self._sizes[half, place]
         firsts = np.cumsum(sizes) - sizes
         in_cluster = np.arange(sizes.sum()) - np.repeat(firsts, sizes)
         keys = np.asarray(self._blocks.keys[k, np.repeat(starts, sizes) + in_cluster], np.float32)
         means = np.add.reduceat(keys, firsts) / sizes[:, None].astype(np.float32)
         book = self._books[k]
-        learned = anew or book is None
         if book is None or anew:
             book = self._books[k] = key_codes.learn(keys, root)
             self._of_queries[k], self._centroids[k] = book.of_queries, book.centroids
             self._errors[k] = book.errors
         apart = ((keys - np.repeat(means, sizes, axis=0)) @ book.to_coordinates) ** 2
-        if learned:
+        if anew:
             self._variances[k] = apart.mean(0)
         usual = np.sqrt(self._variances[k].sum() * sizes)
         self._spreads[half, place] = np.sqrt(np.add.reduceat(apart.sum(1), firsts)) / np.maximum(usual, 1e-20)

@@ -63,13 +63,14 @@ class HostLayer(abc.ABC):
                 self.compiled(turns, queries, *self.arguments, counts, out)
             except BaseException as failure:
                 failures.append(failure)
-                turns[1] += len(out)  # nobody shall wait for this one
+                turns[:] += len(out)  # nobody shall wait for this one, nor begin another
 
-        if self.size >= WORTH_A_THREAD:
-            for _ in range(min(CORES, len(out)) - 1):
-                workers().submit(work)
+        threads = min(CORES, len(out)) - 1 if self.size >= WORTH_A_THREAD else 0
+        others = [workers().submit(work) for _ in range(threads)]
         work()
         wait(turns, len(out))
         if failures:
+            for other in others:  # they may be writing yet
+                other.result()
             raise failures[0]
         return counts

@@ -274,7 +274,7 @@ def _learn(keys, queries, positions, count, *, sinks, shaped):
     root = root_of(moment)
     # So scaled that lengths after a product with it are differences of scores.
     scale = jnp.trace(moment, axis1=1, axis2=2) / (root**2).sum((1, 2))
-    root = root * jnp.sqrt(scale)[:, None, None]
+    root = root * jnp.sqrt(jnp.where(scale > 0, scale, 1))[:, None, None]
     labels = shaped_labels(keys, count, root, shares) if shaped else spherical_labels(keys, count)
     return labels, root, shares, exam, log_seen
 

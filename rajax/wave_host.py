@@ -1,7 +1,8 @@
 """Clusters ranked and attended to on the host, where they lie: no copy, no transfer, and no cache.
 
 Where the device is a CPU, its memory is the host's, and RetroInfer's buffer (`rajax.wave_buffer`) would only copy. The
-device keeps the static zone; one callback per layer has `rajax.cluster_attention` do all the rest.
+device keeps the static zone; one callback per layer has `rajax.cluster_attention`, or `rajax.code_attention`, do all the
+rest.
 
 Letters: `B` batch, `K` key/value heads, `G` query heads per key/value head, `C` clusters, `R` clusters retrieved at
 most, `H` head dim.
@@ -229,7 +230,7 @@ class HostWaveCounters:
 
     Attributes:
       offloaded: offloaded keys in clusters, per query head.
-      ranked: means of clusters and groups that were ranked, per query head.
+      ranked: means of clusters and groups, or codes, that were looked at, per query head.
       attended: keys attended to exactly, per query head.
     """
 
@@ -324,7 +325,7 @@ class HostWaveStore(ClusterStore):
 
 
 def join_halves(out: jax.Array) -> Partial:
-    """The partial of whole heads from what `LayerClusters.attend` wrote of their halves, [..., 2 K, G, H + 2]."""
+    """The partial of whole heads from what `HostLayer.attend` wrote of their halves, [..., 2 K, G, H + 2]."""
     halves = (out[..., i::HALVES, :, :] for i in range(HALVES))
     return merge(*(Partial(half[..., :-2], half[..., -2], half[..., -1]) for half in halves))
 

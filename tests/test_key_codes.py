@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from numba import njit
 from random_llama import random_llama, random_tokens
 
 import rajax
-from rajax import code_attention, host_layer, key_codes
+from rajax import code_attention, host_layer, key_codes, wave
 from rajax.clusters import Blocks
 from rajax.code_attention import AT_ONCE, MOST, MOST_OPENED, REACH, WORTH
 from rajax.coded_layer import CodedLayer
@@ -311,11 +312,93 @@ def test_more_keys_are_worth_it_than_there_is_room_for():
     assert np.abs(finish(got) - dense(queries, keys, values)).max() < 0.05
 
 
-def test_large_scores_overflow_nothing():
+def test_large_scores_are_of_keys_that_there_are():
+    """What the codes promise may be far above any score; what is left of the estimate must not stand in its place."""
     keys, values, labels, queries = keys_in_groups(6, 1, 300, 8)
-    got, _ = attend(coded(keys, values, labels)[1], 1e3 * queries)
-    assert np.isfinite(np.asarray(finish(got))).all()
-    assert (np.asarray(got.denominator) > 0).all()
+    queries *= 1e3
+    got, _ = attend(coded(keys, values, labels)[1], queries)
+    answers, scores = np.asarray(finish(got))[0], queries[0] @ keys[0].T
+    for g in range(3):
+        which = np.argmin(((values[0] - answers[g]) ** 2).sum(1))
+        np.testing.assert_allclose(answers[g], values[0, which], atol=1e-3)
+        np.testing.assert_allclose(got.max[0, g] + np.log(got.denominator[0, g]), scores[g, which], rtol=1e-4)
+        assert scores[g, which] > np.quantile(scores[g], 0.95)
+
+
+def test_query_heads_that_look_at_opposite_ends():
+    """To one of them, the keys that the other looks at are worth nothing at all."""
+    keys = np.zeros((1, 8012, 8), np.float32)
+    keys[0, 8000:, 0] = 1
+    values = np.random.default_rng(0).standard_normal((1, 8012, 8)).astype(np.float32)
+    labels = (np.arange(8012) >= 8000)[None].astype(np.int64)
+    queries = np.zeros((1, 2, 8), np.float32)
+    queries[0, :, 0] = 20, -100
+    got, _ = attend(coded(keys, values, labels)[1], queries)
+    np.testing.assert_allclose(finish(got), dense(queries, keys, values), atol=2e-3)
+
+
+@pytest.mark.parametrize("number", [16, 16000])
+def test_an_even_estimate_reads_every_value(number):
+    values = np.random.default_rng(0).standard_normal((number, 8)).astype(np.float32)
+    sums, totals = np.zeros((2, 8), np.float32), np.zeros(2, np.float32)
+    estimate(np.ones((2, number), np.float32), values, 8, sums, totals)
+    np.testing.assert_allclose(totals, number)
+    np.testing.assert_allclose(sums, np.tile(values.sum(0), (2, 1)), rtol=1e-3, atol=1e-2)
+
+
+@njit
+def estimate(weights, mean_values, width, sums, totals):
+    code_attention._estimate(weights, mean_values, width, sums, totals)
+
+
+@pytest.mark.parametrize("width", [3, 80, 96])
+@pytest.mark.parametrize("groups", [1, 5, 8])
+def test_query_heads_and_head_dims(groups, width):
+    keys, values, labels, queries = keys_in_groups(9, 2, 2000, width)
+    queries = np.tile(queries, (1, 3, 1))[:, :groups]
+    got, _ = attend(coded(keys, values, labels)[1], queries)
+    assert error(got, dense(queries, keys, values)) < 0.08
+
+
+@pytest.mark.parametrize("count", [1, 2, 25])
+@pytest.mark.parametrize("alike", [False, True])
+def test_few_keys(count, alike):
+    keys, values, labels, _ = keys_in_groups(10, 2, count, 8)
+    queries = np.random.default_rng(0).standard_normal((2, 3, 8)).astype(np.float32)
+    keys = np.ones_like(keys) if alike else keys
+    got, _ = attend(coded(keys, values, labels)[1], queries)
+    np.testing.assert_allclose(finish(got), dense(queries, keys, values), atol=1e-3)
+
+
+def test_more_clusters_have_hope_than_there_is_room_for():
+    """Evenly spread attention to 4,500 clusters in each half."""
+    draw = np.random.default_rng(11)
+    keys, values = (draw.standard_normal((1, 108000, 4)).astype(np.float32) for _ in range(2))
+    queries = 3 * draw.standard_normal((1, 2, 4)).astype(np.float32)
+    labels = np.argsort(np.argsort(keys[..., 0], axis=1), axis=1) // 12
+    values += 3
+    got, counts = attend(coded(keys, values, labels)[1], queries)
+    assert 500 < counts[:, 0].max() <= MOST_OPENED
+    assert error(got, dense(queries, keys, values)) < 0.02
+
+
+def test_a_failure_ends_all_threads(monkeypatch):
+    keys, values, labels, queries = keys_in_groups(12, 3, 300, 8)
+    _, layer = coded(keys, values, labels)
+    monkeypatch.setattr(host_layer, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(host_layer, "CORES", 4)
+    calls = []
+
+    def failing(*arguments: Any) -> None:
+        calls.append(threading.current_thread().name)
+        raise ZeroDivisionError("as planned")
+
+    right, layer.compiled = layer.compiled, failing
+    with pytest.raises(ZeroDivisionError, match="as planned"):
+        attend(layer, queries)
+    assert len(calls) == 4
+    layer.compiled = right
+    assert error(attend(layer, queries)[0], dense(queries, keys, values)) < 0.05
 
 
 def test_no_query_and_no_keys():
@@ -358,6 +441,32 @@ def test_a_request_is_near_dense_and_repeats():
     others = rajax.logits(model, text, ranked, decode_from=400)
     assert np.abs(got - wanted).mean() < 0.5 * np.abs(others - wanted).mean()
     np.testing.assert_array_equal(rajax.logits(model, text, settings(), decode_from=400), got)
+
+
+def test_queries_that_are_all_zero_shape_nothing():
+    keys = jnp.asarray(np.random.default_rng(0).standard_normal((1, 2, 90, 8)), jnp.float32)
+    positions = np.arange(0, 90, 2)
+    queries = jnp.zeros((1, 2, 3, len(positions), 8))
+    _, root, *_ = wave._learn(keys, queries, positions, jnp.int32(90), sinks=0, shaped=True)
+    np.testing.assert_allclose(root, np.broadcast_to(np.eye(8), (2, 8, 8)), atol=1e-5)
+    book = key_codes.learn(np.asarray(keys[0, 0]), np.asarray(root[0]))
+    assert np.isfinite(book.of_queries).all()
+
+
+def test_codes_are_learned_by_threads_that_no_host_call_waits_for(monkeypatch):
+    """JAX's host calls wait for those of `host_call.workers`, and what adopts the codes may wait for JAX."""
+    learners, learn = set(), key_codes.learn
+
+    def noted(*arguments: Any) -> key_codes.Codebook:
+        learners.add(threading.current_thread().name)
+        return learn(*arguments)
+
+    monkeypatch.setattr(key_codes, "learn", noted)
+    monkeypatch.setattr(key_codes, "warm_up", lambda width: None)  # which learns as well
+    model, (text,) = random_llama(23), random_tokens(23, 200)
+    rajax.generate(model, text, max_new_tokens=1, retrieval=settings())
+    assert learners
+    assert all(name.startswith("rajax-build") for name in learners)
 
 
 def test_a_prompt_that_offloads_nothing_grows():

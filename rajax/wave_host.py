@@ -1,8 +1,8 @@
 """Clusters ranked and attended to on the host, where they lie: no copy, no transfer, and no cache.
 
 Where the device is a CPU, its memory is the host's, and RetroInfer's buffer (`rajax.wave_buffer`) would only copy. The
-device keeps the static zone; one callback per layer has `rajax.cluster_attention`, or `rajax.code_attention`, do all the
-rest.
+device keeps the static zone; one callback per layer has `rajax.cluster_attention` do all the rest, or
+`rajax.code_attention`.
 
 Letters: `B` batch, `K` key/value heads, `G` query heads per key/value head, `C` clusters, `R` clusters retrieved at
 most, `H` head dim.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -14,6 +15,13 @@ import rajax.smollm2
 # transformers take it for Hugging Face's package.
 ROOT = Path(__file__).parent.parent
 sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != ROOT]
+
+# Numba compiles a function anew when its own file changes, but not when one does that it takes others from.
+newest = max(p.stat().st_mtime for p in (*ROOT.glob("kernels/*.py"), ROOT / "rajax" / "exact_attention.py"))
+for kept in ROOT.glob("*/__pycache__/*.nb[ic]"):
+    with contextlib.suppress(FileNotFoundError):  # several processes do this
+        if kept.stat().st_mtime < newest:
+            kept.unlink()
 
 
 @pytest.fixture(scope="session")

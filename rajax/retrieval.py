@@ -30,8 +30,6 @@ OF_WAVES = (
     "wave_buffer",
     "key_codes",
     "block_cache",
-    "outliers",
-    "whole_heads",
     "update_every",
 )
 """Settings that mean something only there."""

@@ -79,7 +79,9 @@ class Wave(abc.ABC):
         self.starts = np.array([max(self.zone.sinks, n - retrieval.window) for n in lengths], np.int32)
         self.units = max((c - n) // self.unit for n, c in zip(lengths, capacity, strict=True))
         share = retrieval.whole_heads
-        if share is None:
+        if retrieval.key_codes:
+            share = 0.0
+        elif share is None:
             share = self.whole_share(int(self.starts.max()) - self.zone.sinks)
         self.outliers = 0.0 if retrieval.key_codes else retrieval.outliers
         """The share of every head's keys that are in no cluster."""

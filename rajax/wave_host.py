@@ -394,8 +394,6 @@ class HostWave(Wave):
     top_p = 0.95
 
     def whole_share(self, keys: int) -> float:
-        if self.retrieval.key_codes:
-            return 0.0
         return min(1.0, max(WHOLE_KEYS / max(1, keys), super().whole_share(keys)))
 
     def make_store(self, capacity: Sequence[int]) -> HostWaveStore:

@@ -18,7 +18,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from rajax.kernels.row_products import TOGETHER, place_of, totals_of
-from rajax.kernels.vectors import call, has, load, store
+from rajax.kernels.vectors import call, has, load, splat, store
 
 CENTROIDS = 16
 """What four bits can name."""
@@ -74,13 +74,6 @@ def sum_codes_reference(tables: np.ndarray, codes: np.ndarray) -> np.ndarray:
 # What follows builds LLVM's code.
 
 
-def _splat(builder: Any, x: Any, kind: Any) -> Any:
-    """A vector of one number."""
-    empty = ir.Constant(kind, ir.Undefined)
-    one = builder.insert_element(empty, x, _INT(0))
-    return builder.shuffle_vector(one, empty, ir.Constant(ir.VectorType(_INT, kind.count), [0] * kind.count))
-
-
 def _words(x: int) -> Any:
     return ir.Constant(_WORDS, [x] * BLOCK)
 
@@ -132,7 +125,7 @@ def _summed(heads: int) -> Any:
                 return builder.add(lower, upper)
 
             whole = ir.Constant(ir.VectorType(_INT, BLOCK), list(range(BLOCK)))
-            size = _splat(builder, builder.trunc(size, _SHORT), _WORDS)
+            size = splat(builder, builder.trunc(size, _SHORT), _WORDS)
             inside = builder.icmp_signed("<", ir.Constant(_WORDS, list(range(BLOCK))), size)
             for i, (both, odd) in enumerate(totals):
                 odd = builder.load(odd)
@@ -162,7 +155,7 @@ def weigh_sums(context, sums, top, shift, factor, weights):
     def generate(context, builder, signature, arguments):
         sums, top, shift, factor, weights = arguments
         room = builder.lshr(_SHORT(65535), shift)
-        top, shift, factor, room = (_splat(builder, x, _WORDS) for x in (top, shift, factor, room))
+        top, shift, factor, room = (splat(builder, x, _WORDS) for x in (top, shift, factor, room))
         wide = ir.VectorType(_INT, BLOCK)
         parts = []
         for i in range(TOGETHER):
@@ -191,7 +184,7 @@ def reaching(context, sums, limit):
 
     def generate(context, builder, signature, arguments):
         sums, limit = arguments
-        limit = _splat(builder, limit, kind)
+        limit = splat(builder, limit, kind)
         reached = builder.icmp_unsigned(">=", load(builder, sums, kind, align=2), limit)
         return builder.bitcast(reached, _LONG)
 

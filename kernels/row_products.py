@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from rajax.kernels.vectors import call, has, load, store
+from rajax.kernels.vectors import call, has, load, splat, store
 
 TOGETHER = 4
 """Rows that are read together. Past the last that matters there must be so many more, of any finite numbers."""
@@ -159,18 +159,12 @@ def _added(heads: int, *, picked: bool = False) -> Any:
         def generate(context, builder, signature, arguments):
             _, first_head, at, _, first, width, _ = arguments
             zero, dtype = _LONG(0), signature.args[3].dtype
-            empty = ir.Constant(_FLOATS, ir.Undefined)
-            same = ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES)
-
             call_of = context, builder, signature, arguments
-
-            def spread(place: Any) -> Any:
-                weight = load(builder, place, _FLOAT)
-                return builder.shuffle_vector(builder.insert_element(empty, weight, _INT(0)), empty, same)
-
             columns = [builder.add(at, _LONG(j)) for j in range(TOGETHER)]
             at_weights = [_places(call_of, 0, first_head, heads, column) for column in columns]
-            factors = [[spread(place) for place in places] for places in at_weights]
+            factors = [
+                [splat(builder, load(builder, p, _FLOAT), _FLOATS) for p in places] for places in at_weights
+            ]
             at_rows = _row_places(call_of, 3, first, picked)
             at_sums = _places(call_of, 6, first_head, heads, zero)
             with cgutils.for_range(builder, builder.udiv(width, _LONG(LANES))) as loop:

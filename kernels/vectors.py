@@ -74,6 +74,13 @@ def ints(x: int, lanes: int = LANES) -> Any:
     return ir.Constant(ir.VectorType(ir.IntType(32), lanes), [x] * lanes)
 
 
+def splat(builder: Any, x: Any, kind: Any) -> Any:
+    """A vector of the type `kind` whose numbers are all x."""
+    empty = ir.Constant(kind, ir.Undefined)
+    one = builder.insert_element(empty, x, ir.IntType(32)(0))
+    return builder.shuffle_vector(one, empty, ints(0, kind.count))
+
+
 def load(builder: Any, address: Any, kind: Any = FLOATS, align: int = 4) -> Any:
     """What an address holds."""
     return builder.load(pointer(builder, address, kind), align=align)
@@ -171,8 +178,6 @@ def _multiplied(rows: int, *, adding: bool) -> Any:
     @intrinsic
     def multiplied(context, left, stride, step, right, right_stride, count, out, out_stride):
         vector = ir.VectorType(_FLOAT, WIDTH)
-        first = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH)
-        empty = ir.Constant(vector, ir.Undefined)
 
         def generate(context, builder, signature, arguments):
             left, stride, step, right, right_stride, count, out, out_stride = arguments
@@ -187,9 +192,7 @@ def _multiplied(rows: int, *, adding: bool) -> Any:
                 column = builder.add(left, builder.mul(loop.index, step))
                 others = load(builder, builder.add(right, builder.mul(loop.index, right_stride)), vector)
                 for r in range(rows):
-                    one = load(builder, row(column, stride, r), _FLOAT)
-                    one = builder.insert_element(empty, one, ir.IntType(32)(0))
-                    one = builder.shuffle_vector(one, empty, first)
+                    one = splat(builder, load(builder, row(column, stride, r), _FLOAT), vector)
                     builder.store(fused(builder, one, others, builder.load(sums[r])), sums[r])
             for r in range(rows):
                 store(builder, builder.load(sums[r]), row(out, out_stride, r))

@@ -152,15 +152,6 @@ def _open(hopes, log_counts, opened):
 
 
 @njit
-def _highest(row, count):
-    """The largest of row[:count]; 0 of none."""
-    top = np.uint16(0)
-    for i in range(count):
-        top = max(top, row[i])
-    return top
-
-
-@njit
 def _pick(sums, limits, count, picked):
     """Writes the numbers of those of `count` keys of which a sum [G, *] reaches its limit [G] to picked.
 
@@ -202,7 +193,7 @@ def _look(tables, scales, biases, codes, opened, sizes, tops, weights, picked):
     highest, shifts, factors = np.empty((3, heads), np.uint16)
     units = np.empty(heads, np.float32)
     for g in range(heads):
-        highest[g] = _highest(sums[g], BLOCK * number)
+        highest[g] = top_of(sums[g], BLOCK * number, np.uint16(0))
         shifts[g], factors[g] = fixed_point(scales[g])
         for i in range(0, room, TOGETHER):
             at, to = sums[g, BLOCK * i :].ctypes.data, near[i:].ctypes.data
